@@ -9,7 +9,7 @@ import pytest
 LOOP = """
 torch.set_num_threads(1)
 group = tr.init("shm", timeout_s=60)
-tensors = [torch.ones(10), torch.ones(300_000), group.empty(700_000)]
+tensors = [torch.ones(10), torch.ones(300_000), torch.ones(900_000), group.empty(700_000)]
 prepared = [group.prepare_allreduce(tensor, name=f"p{index}") for index, tensor in enumerate(tensors)]
 for operation in prepared:
     operation.start().wait()

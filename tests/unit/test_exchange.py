@@ -1,6 +1,7 @@
 """The fast lane's exchange, by ranks that are threads: compiled functions that run at the same time."""
 
 import itertools
+import os
 import threading
 
 import numpy as np
@@ -37,6 +38,7 @@ class Host:
         entry=0,
         stage=0,
         shared=False,
+        read=False,
         divisor=1,
         signature=SIGNATURE,
     ):
@@ -61,8 +63,10 @@ class Host:
         block[exchange.HOME], block[exchange.TURNS] = 5, 64
         memory = self.memories[rank].ctypes.data
         block[exchange.ENTRY] = memory + BOARD.entry(5 + entry)
-        block[exchange.SOURCE] = ARENA if shared else 0
-        block[exchange.STAGE] = 0 if shared else BOARD.stage(stage)
+        block[exchange.SOURCE] = ARENA if shared else -tensor.ctypes.data if read else 0
+        block[exchange.STAGE] = 0 if shared or read else BOARD.stage(stage)
+        self.fetched = np.zeros(ranks * BOARD.piece_bytes(ranks), np.uint8)
+        block[exchange.FETCHED] = self.fetched.ctypes.data
         for part, ranks_in_order in enumerate(order):
             at = exchange.ORDER + part * ranks
             block[at : at + ranks] = ranks_in_order
@@ -70,7 +74,8 @@ class Host:
             at = exchange.ORDER + ranks * ranks + peer * exchange.PEER_WORDS
             block[at + exchange.MEMORY], block[at + exchange.LENGTH] = other.ctypes.data, len(other)
             block[at + exchange.SLEEP] = other.ctypes.data
-        return block, self.sums
+            block[at + exchange.PROCESS] = os.getpid()
+        return block, (self.sums, self.fetched)
 
     def shared_tensor(self, rank, count, dtype):
         return self.memories[rank][ARENA : ARENA + count * np.dtype(dtype).itemsize].view(dtype)
@@ -119,7 +124,7 @@ def _cuts(indices, parts):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 7, 8])
-@pytest.mark.parametrize("where", ["small", "whole", "pieces", "shared", "mixed"])
+@pytest.mark.parametrize("where", ["small", "whole", "pieces", "shared", "read", "mixed"])
 def test_the_sum_is_that_of_the_order(ranks, where, dtype):
     count, lanes = {"small": (1001, 2), "whole": (30_001, 2)}.get(where, (300_003, 3))
     whole = where in ("small", "whole")
@@ -128,7 +133,8 @@ def test_the_sum_is_that_of_the_order(ranks, where, dtype):
     host, blocks, tensors, keep = Host(ranks, count * 8), [], [], []
     for rank in range(ranks):
         values = random.standard_normal(count).astype(dtype)
-        shared = where == "shared" or (where == "mixed" and rank % 2 == 0)
+        shared = where == "shared" or (where == "mixed" and rank % 3 == 0)
+        read = where == "read" or (where == "mixed" and rank % 3 == 1)
         tensor = host.shared_tensor(rank, count, dtype) if shared else values.copy()
         tensor[:] = values
         tensors.append((tensor, values))
@@ -141,6 +147,7 @@ def test_the_sum_is_that_of_the_order(ranks, where, dtype):
             entry=rank % 4,
             stage=stages.first + rank % (stages.stop - stages.first),
             shared=shared,
+            read=read,
             divisor=ranks,
         )
         blocks.append(block)
@@ -166,3 +173,34 @@ def test_an_entry_names_its_operation_in_one_word():
         assert np.flatnonzero(one != other).tolist() == [exchange.E_OPERATION // 8]
     code.function(exchange.WITHDRAW, block.ctypes.data, 0, 0)
     assert entry[exchange.E_OPERATION // 8] == 0
+
+
+def test_what_cannot_be_read_is_no_progress_and_no_result():
+    """A peer whose memory has gone has failed, or has ended: the engine learns of it by itself."""
+    count = 300_000
+    host, code = Host(2, 0), exchange.load()
+    tensors = [np.full(count, rank + 1, np.float32) for rank in range(2)]
+    made = [host.block(rank, tensor, chains(2), read=True) for rank, tensor in enumerate(tensors)]
+    for block, _ in made:
+        block[exchange.SELF], block[exchange.TURNS] = block.ctypes.data, 64
+    first, second = made[0][0], made[1][0]
+    first[exchange.SOURCE] = -4096  # never mapped
+    assert code.function(exchange.ADVANCE, first.ctypes.data, 0, 0) == exchange.PENDING
+    for _ in range(3):
+        assert code.function(exchange.ADVANCE, second.ctypes.data, 0, 0) == exchange.PENDING
+    assert second[exchange.FOUND] == 1
+    assert second[exchange.REDUCED] == second[exchange.COPIED] == 0
+    assert not code.function(exchange.HAS_CHANGED, second.ctypes.data, 0, 0)
+    assert np.array_equal(tensors[1], np.full(count, 2, np.float32))
+
+
+def test_a_rank_that_reads_no_process_refuses_a_peer_that_says_it_can():
+    host, code = Host(2, 0), exchange.load()
+    made = [host.block(rank, np.ones(300_000, np.float32), chains(2), read=True) for rank in range(2)]
+    for block, _ in made:
+        block[exchange.SELF] = block.ctypes.data
+    second, at = made[1][0], exchange.ORDER + 4
+    second[at + exchange.PROCESS] = 0
+    code.function(exchange.ADVANCE, made[0][0].ctypes.data, 0, 0)
+    assert code.function(exchange.ADVANCE, second.ctypes.data, 0, 0) == exchange.VIOLATION
+    assert second[exchange.CULPRIT] == 0

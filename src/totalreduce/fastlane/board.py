@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from totalreduce.kernels import exchange
 from totalreduce.kernels.arrays import Array
 
-__all__ = ["BOARD_BYTES", "CLASS_OF_STAGE", "ENTRIES", "STAGE_CLASSES", "BoardLayout", "StageClass"]
+__all__ = ["BOARD_BYTES", "CLASS_OF_STAGE", "ENTRIES", "PIECES_BYTES_MAX", "STAGE_CLASSES", "BoardLayout", "StageClass"]
 
 #: The number of entries. A name that comes again keeps two of them, so a model may have half as many tensors.
 ENTRIES: Final = 1024
@@ -28,7 +28,7 @@ _WHOLE_BYTES_MAX: Final = 512 * 1024
 #: instead of 114 µs with 1 MiB of usual memory, 71 instead of 93 µs in shared memory.
 _WHOLE_BYTES_MAX_OF_TWO: Final = 2048 * 1024
 #: A piece is at most so long: it stays in the second-level cache between the steps of a round.
-_PIECE_BYTES_MAX: Final = 128 * 1024
+_PIECE_BYTES_MAX: Final = 256 * 1024
 _LINE: Final = 64
 
 
@@ -66,6 +66,8 @@ STAGE_CLASSES: Final = _classes(
 #: The class of every stage.
 CLASS_OF_STAGE: Final = [each for each in STAGE_CLASSES for _ in range(each.first, each.stop)]
 _LARGEST: Final = STAGE_CLASSES[-1].stage_bytes
+#: One piece of every rank is at most so long: two of each and two results fill a stage (``BoardLayout.piece_bytes``).
+PIECES_BYTES_MAX: Final = _LARGEST // 2
 BOARD_BYTES: Final = ENTRIES * exchange.ENTRY_BYTES + sum(
     (each.stop - each.first) * each.stage_bytes for each in STAGE_CLASSES
 )

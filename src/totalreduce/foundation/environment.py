@@ -50,6 +50,7 @@ class Settings:
         log_format: ``text`` or ``json``.
         live: The folder into which ranks write their figures; ``None``: no figures are written.
         fast_lane: Whether ranks of one host exchange tensors without messages.
+        process_reads: Whether ranks of one host may read each other's process memory.
         tls: Certificate, key and authority of the TCP transport.
         on_loss: What happens when a rank is lost: ``replace`` or ``shrink``. ``None``: the job ends.
         keeper: Address and port of the store that outlives the ranks, with ``on_loss``.
@@ -71,6 +72,7 @@ class Settings:
     log_format: str | None = None
     live: Path | None = None
     fast_lane: bool | None = None
+    process_reads: bool | None = None
     tls: Tls | None = None
     on_loss: str | None = None
     keeper: tuple[str, int] | None = None
@@ -149,6 +151,7 @@ _SETTINGS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "TOTALREDUCE_LOG_FORMAT": ("log_format", _one_of("text", "json")),
     LIVE: ("live", _live_folder),
     "TOTALREDUCE_FAST_LANE": ("fast_lane", _switch),
+    "TOTALREDUCE_PROCESS_READS": ("process_reads", _switch),
     "TOTALREDUCE_ON_LOSS": ("on_loss", _one_of("replace", "shrink")),
     "TOTALREDUCE_KEEPER": ("keeper", _address_and_port),
     "TOTALREDUCE_INCARNATION": ("incarnation", _whole_number(0)),

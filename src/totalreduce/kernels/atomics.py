@@ -23,6 +23,7 @@ __all__ = [
     "load",
     "pause",
     "read_clock",
+    "read_process",
     "store",
     "uint16_at",
     "yield_core",
@@ -39,6 +40,12 @@ yield_core = types.ExternalFunction("sched_yield", types.int32())
 read_clock = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
 #: The C library's ``memcpy``, for addresses: target, source, number of bytes.
 copy_bytes = types.ExternalFunction("memcpy", types.int64(types.int64, types.int64, types.int64))
+#: Linux's ``process_vm_readv``: the number of the process; the address of vectors of this process, and their number;
+#: the same of the other process; 0. Returns the number of bytes that were copied.
+read_process = types.ExternalFunction(
+    "process_vm_readv",
+    types.int64(types.int32, types.int64, types.int64, types.int64, types.int64, types.int64),
+)
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -12,7 +12,8 @@ allgather gathers, and a broadcast is an allgather in which only the root's part
 * Small tensors are copied into a stage as a whole. Every rank computes all parts that it gets by itself, and needs
   nothing else of the others.
 * Larger tensors are exchanged in *pieces*, in rounds. In a round every rank makes one piece of every part of a lane
-  readable (it *stages* it, unless the tensor lies in shared memory), *reduces* its own part's piece of all ranks, and
+  readable (it *stages* it, unless the others can read the tensor where it is: in shared memory, or by the system's call
+  that reads the memory of another process), *reduces* its own part's piece of all ranks, and
   *copies* the results of the other ranks. An operation that does not add stages nothing: in place of a sum, a rank
   makes a piece of its own block readable. An operation that does not gather copies no results. A counter in the entry
   tells how many rounds have passed each of these steps.
@@ -84,7 +85,8 @@ TENSOR, SUMS = 10, 11
 KEY, ITERATION, SIGNATURE = 12, 13, 14
 #: Where the operation may be announced: the number of the first of ``PROBES`` entries, and the number of all entries.
 HOME, ENTRIES = 15, 16
-#: This rank's entry; where what the others read is in its memory file (0: not there); where its stage is in its file.
+#: This rank's entry; what the others read of this rank: its offset in this rank's memory file, or minus its address in
+#: this process, or 0 if it must be staged; where its stage is in its file.
 ENTRY, SOURCE, STAGE = 17, 18, 19
 #: The offset in every memory file: of the board, of the stages, and of their end.
 BOARD_AT, STAGES_AT, STAGES_END = 20, 21, 22
@@ -109,14 +111,20 @@ SELF, SECONDS, NANOSECONDS = 39, 40, 41
 ADDS, GATHERS, IS_CUT = 42, 43, 44
 #: The address of this rank's part of the result, if that is not in the tensor; otherwise 0.
 RESULT = 45
-HEAD_WORDS = 46
+#: The address of memory for one piece of every rank, for pieces that are read from another process.
+FETCHED = 46
+#: Two vectors for ``process_vm_readv``, each of which has an address and a length: in this process, in the other one.
+HERE, HERE_BYTES, THERE, THERE_BYTES = 47, 48, 49, 50
+HEAD_WORDS = 51
 #: Per peer, after the order: the address and the length of its memory, the address of its sleep word, its entry's
-#: address (0: not found yet), where its tensor is (0: staged) and its stage.
+#: address (0: not found yet), where its tensor is (as ``SOURCE``) and its stage.
 MEMORY, LENGTH, SLEEP, PEER_ENTRY, PEER_SOURCE, PEER_STAGE = 0, 1, 2, 3, 4, 5
 #: And of the part that the peer owns: where it lies in this rank's memory, in bytes from ``TENSOR``; if it is not cut,
 #: its elements; and where it lies in what another rank makes readable, in elements.
 PART_AT, PART_COUNT, PART_OFFSET = 6, 7, 8
-PEER_WORDS = 9
+#: The number of the peer's process, if this rank can read its memory; otherwise 0.
+PROCESS = 9
+PEER_WORDS = 10
 #: The order of the contributions to each part: ranks**2 words, followed by the peers.
 ORDER = HEAD_WORDS
 

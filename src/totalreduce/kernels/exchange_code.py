@@ -21,6 +21,7 @@ from totalreduce.kernels.atomics import (
     load,
     pause,
     read_clock,
+    read_process,
     store,
     uint16_at,
     yield_core,
@@ -49,6 +50,7 @@ from totalreduce.kernels.exchange import (
     ENTRIES,
     ENTRY,
     ENTRY_BYTES,
+    FETCHED,
     FLOAT32,
     FLOAT64,
     FOUND,
@@ -56,6 +58,8 @@ from totalreduce.kernels.exchange import (
     HAS_CHANGED,
     HAS_ENDED,
     HEAD_WORDS,
+    HERE,
+    HERE_BYTES,
     HOME,
     INT32,
     IS_CUT,
@@ -88,6 +92,7 @@ from totalreduce.kernels.exchange import (
     PIECE,
     PIECE_BYTES,
     PROBES,
+    PROCESS,
     RANKS,
     REDUCED,
     REDUCTION,
@@ -110,6 +115,8 @@ from totalreduce.kernels.exchange import (
     SUM,
     SUMS,
     TENSOR,
+    THERE,
+    THERE_BYTES,
     TURNS,
     VIOLATION,
     WAKE,
@@ -217,6 +224,8 @@ def _look(block: Words) -> Any:
             is_in_pieces = block[IS_WHOLE] == 0
             if _readable(block, peer) == 0:
                 valid = True
+            elif is_in_pieces and source < 0:  # of an address that it cannot read, the system tells this rank
+                valid = block[at + PROCESS] != 0
             elif is_in_pieces and source != 0:
                 # Divided and not multiplied: no number of a peer may overflow.
                 valid = source % block[ITEMSIZE] == 0 and block[STAGES_END] <= source <= block[at + LENGTH]
@@ -309,6 +318,8 @@ def _contribution(block: Words, peer: Any, part: Any, start: Any, turn: Any) -> 
     memory, shift = block[at + MEMORY], (block[_peer(block, part) + PART_OFFSET] + start) * block[ITEMSIZE]
     if block[IS_WHOLE] != 0:
         return int64(memory + block[at + PEER_STAGE] + shift)
+    if block[at + PEER_SOURCE] < 0:
+        return int64(block[FETCHED] + peer * block[PIECE_BYTES])
     if block[at + PEER_SOURCE] != 0:
         return int64(memory + block[at + PEER_SOURCE] + shift)
     piece = turn % 2 * block[RANKS] + part
@@ -445,6 +456,51 @@ def _piece(block: Words, part: Any, turn: Any) -> Any:
 
 
 @_compiled
+def _read(block: Words, peer: Any, shift: Any, target: Any, num_bytes: Any) -> Any:
+    """Copy bytes of a peer's process, which begin ``shift`` after its source; return whether that has succeeded.
+
+    It fails when the process has ended, or its operation has failed and the memory is not there any more. The engine
+    learns of either by itself, so it is no progress and nothing else.
+    """
+    if num_bytes == 0:
+        return True
+    at = _peer(block, peer)
+    block[HERE], block[HERE_BYTES] = target, num_bytes
+    block[THERE], block[THERE_BYTES] = shift - block[at + PEER_SOURCE], num_bytes
+    here, there = block[SELF] + 8 * HERE, block[SELF] + 8 * THERE
+    return read_process(block[at + PROCESS], here, 1, there, 1, 0) == num_bytes
+
+
+@_compiled
+def _fetch(block: Words, start: Any, stop: Any) -> Any:
+    """Read what this rank adds next from the peers' processes; return whether it has all of that now."""
+    itemsize, shift = block[ITEMSIZE], (block[_peer(block, block[ME]) + PART_OFFSET] + start) * block[ITEMSIZE]
+    for peer in range(block[RANKS]):
+        if peer != block[ME] and block[_peer(block, peer) + PEER_SOURCE] < 0:
+            target = block[FETCHED] + peer * block[PIECE_BYTES]
+            if not _read(block, peer, shift, target, (stop - start) * itemsize):
+                return False
+    return True
+
+
+@_compiled
+def _copy_result(block: Words, part: Any, start: Any, stop: Any, turn: Any) -> Any:
+    """Copy a piece of another rank's part into this rank's tensor; return whether that has succeeded."""
+    at, itemsize = _peer(block, part), block[ITEMSIZE]
+    target, num_bytes = _own(block, part, start), (stop - start) * itemsize
+    shift = (block[at + PART_OFFSET] + start) * itemsize
+    if block[at + PEER_SOURCE] < 0:
+        return _read(block, part, shift, target, num_bytes)
+    source = block[at + MEMORY]
+    if block[at + PEER_SOURCE] != 0:
+        source += block[at + PEER_SOURCE] + shift
+    else:
+        source += block[at + PEER_STAGE] + block[RESULTS_AT] + turn % 2 * block[PIECE_BYTES]
+    copy_bytes(target, source, num_bytes)
+    return True
+
+
+@_compiled
 def _move_pieces(block: Words) -> Any:
     """Carry out the steps that are possible now, each at most once; return whether there were any."""
     ranks, me, entry, itemsize = block[RANKS], block[ME], block[ENTRY], block[ITEMSIZE]
@@ -467,6 +523,8 @@ def _move_pieces(block: Words) -> Any:
     if turn < block[ROUNDS] and has_room and (not adds or turn < _least_staged(block)):
         start, stop = _piece(block, me, turn)
         if adds:
+            if not _fetch(block, start, stop):
+                return moved
             _reduce(block, me, start, stop, turn)
         if is_staged and gathers:
             target = memory + block[STAGE] + block[RESULTS_AT] + turn % 2 * block[PIECE_BYTES]
@@ -482,13 +540,8 @@ def _move_pieces(block: Words) -> Any:
         for part in range(ranks):
             if gathers and part != me:
                 start, stop = _piece(block, part, turn)
-                at = _peer(block, part)
-                source = block[at + MEMORY]
-                if block[at + PEER_SOURCE] != 0:
-                    source += block[at + PEER_SOURCE] + (block[at + PART_OFFSET] + start) * itemsize
-                else:
-                    source += block[at + PEER_STAGE] + block[RESULTS_AT] + turn % 2 * block[PIECE_BYTES]
-                copy_bytes(_own(block, part, start), source, (stop - start) * itemsize)
+                if not _copy_result(block, part, start, stop, turn):
+                    return moved
         block[COPIED] = turn + 1
         store(entry + E_COPIED, turn + 1)
         moved = True

@@ -42,6 +42,7 @@ _OF_PROCESS: Final = (
     "memcpy",
     "memmove",
     "memset",
+    "process_vm_readv",
     "sched_yield",
 )
 #: Symbols of Numba's own library. A function calls them after an exception only, and the functions here raise none:
@@ -185,5 +186,6 @@ def _initialize() -> None:
     process = ctypes.CDLL(None)
     for name in SYMBOLS:
         if not binding.address_of_symbol(name):
-            function = getattr(process, name if name in _OF_PROCESS else "abort")
+            # Only Linux has process_vm_readv. Elsewhere no rank announces what it is called for.
+            function = getattr(process, name if name in _OF_PROCESS else "abort", process.abort)
             binding.add_symbol(name, ctypes.cast(function, ctypes.c_void_p).value)

@@ -212,7 +212,9 @@ def _over_sockets(request: JoinRequest) -> Transport:
         local = remote = None
         if shm_listener is not None and (request.transport == "shm" or sum(n is not None for n in neighbours) > 1):
             local = shm.ShmTransport(
-                *(world.rank, neighbours, shm_listener, identity, request.tcp), board_bytes=request.board_bytes
+                *(world.rank, neighbours, shm_listener, identity, request.tcp),
+                board_bytes=request.board_bytes,
+                process_reads=request.settings.process_reads is not False,
             )
         if tcp_listener is not None and (local is None or None in neighbours):
             addresses = [(member.address, member.port) for member in members]

@@ -107,6 +107,8 @@ class Boards(Protocol):
     board_bytes: int
     #: Where the word is whose lowest bit says whether the rank sleeps.
     sleep_at: int
+    #: The numbers of the processes whose memory this rank can read, by rank (Linux's ``process_vm_readv``).
+    processes: Mapping[int, int]
 
     def memories(self) -> Mapping[int, memoryview]:
         """Return the whole memory of this rank, and of every rank of the host that is connected, by rank."""
@@ -116,6 +118,9 @@ class Boards(Protocol):
 
     def offset_of(self, body: memoryview) -> int:
         """Return where in this rank's memory a tensor's bytes lie; 0 if they do not lie there."""
+
+    def let_read(self, peers: Collection[int], address: int, num_bytes: int) -> bool:
+        """Return whether other ranks have this process's number and can read this memory of it, which is not shared."""
 
     def ring(self, peer: int) -> None:
         """Wake a rank that sleeps, to see what was written before. Any thread."""

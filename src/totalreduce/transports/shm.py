@@ -1,8 +1,8 @@
 """Shared memory between the ranks of one host: messages are staged in the sender's memory and read there.
 
 * ``shm_memory.py`` describes the memory, ``shm_pool.py`` the pieces in which bodies wait, ``shm_rings.py`` the transfer
-  of messages, ``shm_waiting.py`` how a rank sleeps and is woken, ``shm_meeting.py`` how two ranks meet, and
-  ``shm_connection.py`` what they share afterwards.
+  of messages, ``shm_waiting.py`` how a rank sleeps and is woken, ``shm_meeting.py`` how two ranks meet,
+  ``shm_connection.py`` what they share afterwards, and ``shm_reads.py`` which of them can read each other's process.
 * A message is copied once, when it is taken; then its memory is the sender's again. The receiver may compute from the
   staged body directly (``base.Lease``). A message is taken only if it can be staged, whatever its length.
 * The end of the connection to a peer is a crash; what the dead rank had published is read first. A heartbeat that
@@ -31,6 +31,7 @@ from totalreduce.transports.shm_connection import ShmConnection
 from totalreduce.transports.shm_meeting import Meetings, listen
 from totalreduce.transports.shm_memory import BEAT_WORD, Outbox, OutboxLayout, shm_available
 from totalreduce.transports.shm_pool import StagingPool
+from totalreduce.transports.shm_reads import ProcessReads
 from totalreduce.transports.shm_waiting import Sleep
 
 __all__ = ["ShmTransport", "listen", "shm_available"]
@@ -55,6 +56,7 @@ class ShmTransport(Transport):
         max_body_bytes: int = 1024 * 1024,
         pool_bytes: int = _POOL_BYTES,
         board_bytes: int = 0,
+        process_reads: bool = True,
     ) -> None:
         """Take over a listening socket.
 
@@ -67,6 +69,7 @@ class ShmTransport(Transport):
             max_body_bytes: Bodies up to this, and a quarter of the pool, travel in one piece; equal on all ranks.
             pool_bytes: About how much may be staged; equal on all ranks.
             board_bytes: Length of the board of each rank (see ``boards``); equal on all ranks.
+            process_reads: Whether this rank reads the processes of other ranks, and lets them read its own.
 
         Raises:
             ConfigurationError: There is no shared memory; the message says why.
@@ -82,7 +85,8 @@ class ShmTransport(Transport):
             *(rank, addresses, listener, identity, config),
             *(self._outbox, self._sleep.fd, self._sleep.epoll, self.counters),
         )
-        self.boards = self._memories = ShmBoards(rank, members, self._outbox, self._sleep, self._expel)
+        reads = ProcessReads(rank, self._index[rank], self._outbox, allowed=process_reads)
+        self.boards = self._memories = ShmBoards(rank, members, self._outbox, self._sleep, reads, self._expel)
         self._connections: dict[int, ShmConnection] = {}
         self._sockets: dict[int, ShmConnection] = {}
         self._gone: set[int] = set()
@@ -212,7 +216,7 @@ class ShmTransport(Transport):
             indices = self._index[self.rank], self._index[peer]
             connection = ShmConnection(peer, indices, sock, bell_fd, self._outbox, mapping, self._pool, now)
             self._connections[peer] = self._sockets[sock.fileno()] = connection
-            self._memories.add(connection)
+            self._memories.add(connection, self._index[peer])
             self._sleep.neighbours = tuple(self._connections.values())
         failed, meetings.failed = meetings.failed, []
         for peer, reason in failed:

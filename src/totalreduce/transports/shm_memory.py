@@ -3,10 +3,11 @@
 Every rank has one memory file, its *outbox*. Only its owner writes to it, so no lock is needed: every word has one
 writer, and counters only grow. The parts of an outbox, in their order:
 
-* words of the owner: whether it sleeps, its heartbeat, the processor on which it waits;
+* words of the owner: whether it sleeps, its heartbeat, the processor on which it waits, a sample of its process's
+  memory (``shm_reads.py``);
 * one block of words per peer: the number of entries that the owner has published to this peer, the number of this
-  peer's entries that it has consumed, and the last use that it has given back of every piece of this peer's pool and
-  of every loan;
+  peer's entries that it has consumed, whether it can read this peer's process, and the last use that it has given back
+  of every piece of this peer's pool and of every loan;
 * one ring of entries per peer: a message's header, the place of its body, and the body itself if it is small;
 * the pool: pieces of two sizes for the other bodies;
 * the board, which higher floors use (``base.Boards``);
@@ -44,7 +45,7 @@ __all__ = ["CARD_BYTES", "Fences", "Mapping", "Outbox", "OutboxLayout", "shm_ava
 _PAGE = 4096
 _LINE_WORDS = 8
 _CARD = struct.Struct("<8s7IQ")
-_MAGIC = b"TRshm\0\0\3"
+_MAGIC = b"TRshm\0\0\4"
 CARD_BYTES = _CARD.size
 #: ``F_SEAL_FUTURE_WRITE``, Linux 5.1: from then on no process can map the file for writing.
 _F_SEAL_FUTURE_WRITE = 0x10
@@ -54,9 +55,10 @@ _STRONGLY_ORDERED = ("x86_64", "amd64", "i686", "i386")
 _SEQ_CST = 5
 
 #: Words of the owner, each in a cache line of its own.
-SLEEP_WORD, BEAT_WORD, CPU_WORD, _LINKS_WORD = 0, _LINE_WORDS, 2 * _LINE_WORDS, 3 * _LINE_WORDS
+SLEEP_WORD, BEAT_WORD, CPU_WORD, SAMPLE_WORD = 0, _LINE_WORDS, 2 * _LINE_WORDS, 3 * _LINE_WORDS
+_LINKS_WORD = 4 * _LINE_WORDS
 #: Within the block of a peer.
-PUBLISHED, CONSUMED, GIVEN_BACK = 0, 1, _LINE_WORDS
+PUBLISHED, CONSUMED, READS, GIVEN_BACK = 0, 1, 2, _LINE_WORDS
 #: Of an entry: the header, then three words (see ``OutboxLayout.entry_word``), then the body.
 _BODY_AT = HEADER_BYTES + 64
 
