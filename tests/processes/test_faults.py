@@ -93,6 +93,7 @@ def test_ranks_without_a_connection_to_the_killed_one_name_it_too(fleet):
     check_survivors([worker for worker in workers if worker.rank != 5], 5, since, CRASH_S)
 
 
+@pytest.mark.alone
 @pytest.mark.faults("F2", "F18")
 @pytest.mark.parametrize("moment", ["busy", "idle"])
 def test_a_stopped_rank_is_named_within_three_seconds_and_learns_of_it_when_continued(fleet, moment):

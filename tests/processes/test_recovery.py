@@ -139,7 +139,8 @@ def test_a_worker_that_cannot_be_started_is_tried_again_and_a_spare_is_not(tmp_p
     started = [event for event in run.events if event["event"] == "started"]
     assert [(event["rank"], event["restarts_left"]) for event in started] == [(0, 10), (1, 10), (1, 8)]
     assert started[2]["was_spare"] is False
-    assert started[2]["time"] - failed[1]["time"] >= 1.0, "there is a pause before the next attempt"
+    # Times of events are rounded to milliseconds.
+    assert started[2]["time"] - failed[1]["time"] >= 0.998, "there is a pause before the next attempt"
     assert [final["version"] for final in run.finals] == [40, 40]
 
 

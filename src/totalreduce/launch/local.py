@@ -279,7 +279,8 @@ class _Supervisor:
         place = self._placement.pool.place_of(rank)
         details = {"rank": rank, "host": None if place is None else place.host, "error": str(error)}
         recovery.options.on_event(event("start failed", **details))
-        if recovery.restarts.failed(rank, self._num_running, now, by_signal=False):
+        # The pause before the next attempt begins now, and not when the attempt has begun.
+        if recovery.restarts.failed(rank, self._num_running, time.monotonic(), by_signal=False):
             return
         if known is None:
             raise error
