@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+KERNEL_STAMP := $(VENV)/.kernel-packages
 TRITON := $(VENV)/triton
 # Many tests wait for other processes or for a deadline, so that one more test than there are cores runs at a time.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, (os.cpu_count() or 1) + 1))')
@@ -25,7 +26,8 @@ ifdef ARGS
 test: $(STAMP)
 	$(PYTEST) -m "not slow" $(ARGS)
 else
-test: $(STAMP)
+# Not after $(STAMP): kernels are compiled while the packages that they do not need are installed.
+test:
 	$(MAKE) --jobs 3 lint warm-tests triton-tests
 	$(PYTEST) -m "not slow and not alone" -n $(WORKERS) --dist worksteal
 	$(PYTEST) -m "not slow and alone" tests/hosts $(shell grep -rl --include "test_*.py" "mark\.alone" tests/threads tests/processes)
@@ -51,8 +53,8 @@ lint: $(STAMP)
 
 # One process compiles Numba's kernels and another one the Python modules where that was not done yet. Parallel workers
 # that find none would each compile all of them.
-warm-kernels: $(STAMP)
-	$(BIN)/python -c 'import torch; from totalreduce.kernels import ahead, exchange; torch.optim.SGD([torch.zeros(1)]); ahead.load(); ahead.load_codecs(); exchange.load()'
+warm-kernels: $(KERNEL_STAMP)
+	PYTHONPATH=src $(BIN)/python -c 'import torch; from totalreduce.kernels import ahead, exchange; torch.optim.SGD([torch.zeros(1)]); ahead.load(); ahead.load_codecs(); exchange.load()'
 
 warm-tests: $(STAMP)
 	$(PYTEST) --collect-only --quiet > $(VENV)/.collected || { tail -n 30 $(VENV)/.collected; exit 1; }
@@ -92,12 +94,15 @@ dist: $(STAMP)
 release-notes:
 	@$(PYTHON) tools/release_notes.py $(ARGS)
 
-$(STAMP): pyproject.toml constraints.txt
+$(KERNEL_STAMP): constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("totalreduce needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) torch
+	$(PIP) torch numba
+	touch $@
+
+$(STAMP): pyproject.toml constraints.txt $(KERNEL_STAMP)
 	$(PIP) --editable '.[test,dev]'
-	touch $(STAMP)
+	touch $@
 
 # Triton's kernels are tested in its interpreter. It lies beside the rest: where torch finds it, every process loads it.
 $(TRITON)/.installed: constraints.txt $(STAMP)

@@ -363,7 +363,7 @@ def test_shares_of_a_shaped_link_are_below_one(tmp_path):
         assert figure["share_of_rate"] < figure["share_of_tcp"]
 
 
-def test_ps_reports_sparse_and_dense_and_checks_what_is_pulled(tmp_path):
+def test_ps_reports_sparse_and_dense_and_checks_what_is_pulled(tmp_path, warm_python):
     out = tmp_path / "out.json"
     found = run(
         *("ps", "-n", 2, "--keys", "20k", "--density", 0.1, "--dense", "300KiB", "--rounds", 2, "--steps", 6),

@@ -412,8 +412,8 @@ def test_the_loss_of_a_rank_ends_the_steps_of_all(sync: Strategy) -> None:
                 with pytest.raises(PeerLost):  # no step of this rank alone follows
                     optimizer.step()
                 assert torch.equal(flat(model), before)
-                # A program that does not handle the loss ends here. A rank whose partner in this turn is this one, and not
-                # the one that has left, would otherwise wait for it until the deadline.
+                # A program that does not handle the loss ends here. A rank whose partner in this turn is this one and
+                # not the one that has left would otherwise wait for it until the deadline.
                 with contextlib.suppress(PeerLost):
                     group.close()
                 return f"lost after {number}"
