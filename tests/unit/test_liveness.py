@@ -18,7 +18,10 @@ def test_a_silent_peer_is_lost_and_one_that_speaks_is_not() -> None:
         assert liveness.verdict(silent, now) is None
     liveness.look([silent, speaking], 12.0)  # there is no other look within the two seconds
     assert liveness.verdict(silent, 12.0, extra_s=0.25) is None
-    assert liveness.verdict(silent, 12.0) == "silent for 2.0 s (stopped, frozen or cut off from the network)"
+    assert liveness.verdict(silent, 12.0) == (
+        "silent for 2.0 s (stopped, frozen or cut off from the network; if its host was only busy, raise "
+        "TOTALREDUCE_PEER_TIMEOUT_S)"
+    )
     assert liveness.verdict(speaking, 12.0) is None
 
 

@@ -305,7 +305,7 @@ def test_a_heartbeat_that_stands_still_is_a_frozen_process(monkeypatch: pytest.M
             host.move(1, only=[0])
         assert [peer for peer, _ in host.desks[0].lost] == [1]
         assert host.desks[0].lost[0][1].startswith("silent for 2.")
-        assert host.desks[0].lost[0][1].endswith("s (stopped, frozen or cut off from the network)")
+        assert host.desks[0].lost[0][1].endswith("raise TOTALREDUCE_PEER_TIMEOUT_S)")
 
 
 def test_who_was_stopped_himself_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ def examples(
     [bold]Examples[/bold]
 
     totalreduce examples
-    totalreduce examples --copy my-examples
+    totalreduce examples --copy examples
     """
     folder = examples_folder()
     files = example_files(folder)
