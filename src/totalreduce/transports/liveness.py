@@ -73,7 +73,9 @@ class Liveness:
         silence_s, limit_s = pulse.silence_s(now), self._config.silence_s
         if silence_s <= limit_s - min(self._between_looks_s, _SHARE_MAX * limit_s) + extra_s:
             return None
-        cause = "stopped, frozen or cut off from the network; if its host was only busy, raise TOTALREDUCE_PEER_TIMEOUT_S"
+        cause = (
+            "stopped, frozen or cut off from the network; if its host was only busy, raise TOTALREDUCE_PEER_TIMEOUT_S"
+        )
         return f"{SILENT} {silence_s:.1f} s ({cause})"
 
     def is_beat_due(self, pulse: Pulse, now: float) -> bool:
