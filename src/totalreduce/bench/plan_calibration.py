@@ -1,27 +1,32 @@
 """The calibration of ``totalreduce plan``: what messages, bytes and selections cost on this machine's processor.
 
-What ranks exchange is measured with two processes over TCP: the processor time of both, whatever else runs beside them.
-From allreduces of three kinds follow three costs: of an operation, of a message, of a byte. The rest is arithmetic in
-this process.
+What ranks exchange is measured with two processes over TCP. From allreduces of three kinds follow three costs: of an
+operation, of a message, of a byte. They are measured twice, because a process's own processor time is not all that a
+message costs: the kernel handles packets in whatever thread runs, and threads that are woken displace what others have in
+caches. So the processor time of both processes is measured while nothing else runs, and the time that threads lose which
+train on all cores. The difference is the cost beside the process. The rest is arithmetic in this process.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
 from totalreduce.bench.launching import Setting, run_benchmark
 from totalreduce.bench.machine import describe_machine
 from totalreduce.bench.plan_machines import Calibration
+from totalreduce.launch.emulate import rate_bits_per_s
 
 __all__ = ["CalibrationParameters", "CalibrationSamples", "Cost", "measure_calibration", "solve"]
 
 _REPETITIONS = 5
 #: Large enough that no cache holds them.
 _COPIED_BYTES = 64 << 20
+#: A large allreduce takes about so long on a slow link, and has so many bytes at least.
+_LARGE_S, _LARGE_BYTES_MIN = 0.1, 1 << 20
 _SEGMENT_BYTES = 512 * 1024
 _SELECTED_ELEMENTS = 4_000_000
 _MERGING_RANKS = 4
@@ -66,19 +71,24 @@ class CalibrationSamples:
         small: Of an allreduce of a few bytes.
         large: Of a large allreduce, in segments of the usual length.
         split: Of a large allreduce in many short segments.
+        beside: The same three costs beside threads that train on all cores: the processor time that these lose.
         latency_s: Seconds that an empty message takes to the other rank, software included.
-        wake_s: Seconds for which a thread that wakes up waits for a core, on average, while every core trains.
+        answers_s: Seconds from a message to a rank that waits for it to its answer: while nothing else runs, while a
+            thread trains on every core, and while two do.
+        sharing_loss: The share of the processor time that is lost where two threads train on every core.
     """
 
     small: Cost
     large: Cost
     split: Cost
+    beside: list[Cost]
+    answers_s: list[float]
     latency_s: float
-    wake_s: float
+    sharing_loss: float
 
 
 def measure_calibration(rate: str | None = None) -> tuple[Calibration, float]:
-    """Measure this machine, in about ten seconds; return the costs and the latency between the two ranks in seconds.
+    """Measure this machine, in about twenty seconds; return the costs and the latency between the two ranks in seconds.
 
     Args:
         rate: The rate of emulated hosts, between which messages are measured: their links take processor time, too.
@@ -88,18 +98,33 @@ def measure_calibration(rate: str | None = None) -> tuple[Calibration, float]:
         BenchmarkFailedError: A process failed.
     """
     setting = Setting(ranks=2, transport="tcp") if rate is None else Setting(ranks=2, hosts=2, rate=rate)
-    samples = run_benchmark("plan_worker", CalibrationParameters(), setting, CalibrationSamples).ranks
+    parameters = CalibrationParameters()
+    if rate is not None:
+        large_bytes = int(rate_bits_per_s(rate) / 8 * _LARGE_S)
+        parameters = replace(parameters, large_bytes=max(_LARGE_BYTES_MIN, min(parameters.large_bytes, large_bytes)))
+    samples = run_benchmark("plan_worker", parameters, setting, CalibrationSamples).ranks
     reduce_bytes_per_s = _SEGMENT_BYTES / _median_s(_reducing())
-    costs = [solve(sample, reduce_bytes_per_s) for sample in samples]
-    operation_s, message_s, byte_s = (fmean(column) for column in zip(*costs, strict=True))
+    alone = [
+        _mean_cost(costs) for costs in zip(*((each.small, each.large, each.split) for each in samples), strict=True)
+    ]
+    operation_s, message_s, byte_s = solve(*alone, reduce_bytes_per_s)
+    beside = [_mean_cost(costs) for costs in zip(*(each.beside for each in samples), strict=True)]
+    _, lost_message_s, lost_byte_s = solve(*beside, reduce_bytes_per_s)
+    # A message and its answer wake up a thread each.
+    idle_s, one_s, two_s = (fmean(column) for column in zip(*(each.answers_s for each in samples), strict=True))
+    wake_s, crowded_wake_s = (max(0.0, answer_s - idle_s) / 2 for answer_s in (one_s, two_s))
     select_s, merge_s = _selecting()
     latency_s = max(sample.latency_s for sample in samples)
     machine, where = describe_machine(), "loopback" if rate is None else f"emulated hosts at {rate}"
     calibration = Calibration(
         message_s=message_s,
         byte_s=byte_s,
+        beside_message_s=max(0.0, lost_message_s - message_s),
+        beside_byte_s=max(0.0, lost_byte_s - byte_s),
         operation_s=operation_s,
-        wake_s=fmean(sample.wake_s for sample in samples),
+        wake_s=wake_s,
+        crowded_wake_s=max(wake_s, crowded_wake_s),
+        sharing_loss=fmean(sample.sharing_loss for sample in samples),
         reduce_bytes_per_s=reduce_bytes_per_s,
         copy_bytes_per_s=_COPIED_BYTES / _median_s(_copying()),
         select_elements_per_s=1 / select_s,
@@ -109,23 +134,30 @@ def measure_calibration(rate: str | None = None) -> tuple[Calibration, float]:
     return calibration, latency_s
 
 
-def solve(sample: CalibrationSamples, reduce_bytes_per_s: float) -> tuple[float, float, float]:
+def solve(small: Cost, large: Cost, split: Cost, reduce_bytes_per_s: float) -> tuple[float, float, float]:
     """Return the processor seconds of an operation, and those of a message and of a byte on one of its two ranks. Pure.
 
     A rank's processor time is that of the operation, of the messages and bytes that it sends and receives, and of the
     additions. Two large allreduces that differ in the number of messages give the cost of a message.
+
+    Args:
+        small: The costs of an allreduce of a few bytes.
+        large: The costs of a large allreduce, in segments of the usual length.
+        split: The costs of a large allreduce in many short segments.
+        reduce_bytes_per_s: Bytes that are added in a processor second.
     """
-
-    def without_additions(cost: Cost) -> float:
-        return cost.processor_s - cost.reduced_bytes / reduce_bytes_per_s
-
-    large, split, small = sample.large, sample.split, sample.small
     more = split.messages - large.messages
     # What is below zero is noise.
     message_s = max(0.0, (split.processor_s - large.processor_s) / (2 * more)) if more > 0 else 0.0
     operation_s = max(0.0, small.processor_s - 2 * small.messages * message_s)
-    rest_s = without_additions(large) - operation_s - 2 * large.messages * message_s
+    additions_s = large.reduced_bytes / reduce_bytes_per_s
+    rest_s = large.processor_s - additions_s - operation_s - 2 * large.messages * message_s
     return operation_s, message_s, max(0.0, rest_s / (2 * large.num_bytes))
+
+
+def _mean_cost(costs: Sequence[Cost]) -> Cost:
+    """Return the mean of the costs of all ranks."""
+    return Cost(*(fmean(getattr(cost, name) for cost in costs) for name in Cost.__slots__))
 
 
 def _median_s(work: Callable[[], Any]) -> float:

@@ -120,8 +120,13 @@ class Calibration:
     Attributes:
         message_s: Processor seconds that a message takes on each of its two ranks.
         byte_s: Processor seconds that a byte of a message takes on each of its two ranks.
+        beside_message_s: Processor seconds that a message takes from training beside it on each of its two ranks, more
+            than ``message_s``: the kernel handles packets in whatever thread runs, and caches are filled again.
+        beside_byte_s: The same for a byte of a message, more than ``byte_s``.
         operation_s: Processor seconds that an operation takes on each rank, whatever its size.
-        wake_s: Seconds for which a thread that wakes up waits for a core, if all cores are busy.
+        wake_s: Seconds for which a thread that wakes up waits for a core on average, if a thread trains on every core.
+        crowded_wake_s: The same if two threads train on every core; at least ``wake_s``.
+        sharing_loss: The share of a core's time that is lost while two ranks train on it in turns, from 0 to 1.
         reduce_bytes_per_s: Bytes of float32 that a rank adds in a second.
         copy_bytes_per_s: Bytes that a rank copies in a second, from memory to memory.
         select_elements_per_s: Elements that a rank accumulates and selects from in a second.
@@ -131,8 +136,12 @@ class Calibration:
 
     message_s: float = 20e-6
     byte_s: float = 0.2e-9
+    beside_message_s: float = 0.0
+    beside_byte_s: float = 0.2e-9
     operation_s: float = 300e-6
-    wake_s: float = 2e-3
+    wake_s: float = 1e-3
+    crowded_wake_s: float = 3e-3
+    sharing_loss: float = 0.04
     reduce_bytes_per_s: float = 8e9
     copy_bytes_per_s: float = 1e10
     select_elements_per_s: float = 1.2e9
@@ -142,9 +151,10 @@ class Calibration:
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
         for name, value in _numbers(self).items():
-            least_is_zero = name.endswith("_s") and "per_s" not in name
-            if not (0 <= value < math.inf) or (value == 0 and not least_is_zero):
-                raise ConfigurationError(f"{name} of a calibration must be positive and finite, not {value!r}")
+            least_is_zero = name == "sharing_loss" or (name.endswith("_s") and "per_s" not in name)
+            most = 1.0 if name == "sharing_loss" else math.inf
+            if not (0 <= value < most) or (value == 0 and not least_is_zero):
+                raise ConfigurationError(f"{name} of a calibration must be positive and below {most:g}, not {value!r}")
 
 
 def read_machines(path: Path) -> Machines:
@@ -214,8 +224,12 @@ def _numbers(calibration: Calibration) -> dict[str, Any]:
 IDEAL = Calibration(
     message_s=0.0,
     byte_s=0.0,
+    beside_message_s=0.0,
+    beside_byte_s=0.0,
     operation_s=0.0,
     wake_s=0.0,
+    crowded_wake_s=0.0,
+    sharing_loss=0.0,
     reduce_bytes_per_s=1e18,
     copy_bytes_per_s=1e18,
     select_elements_per_s=1e18,

@@ -225,7 +225,11 @@ class _Training:
             shared_cores=machines.emulated,
             message_s=calibration.message_s * scaling.messages,
             byte_s=calibration.byte_s * scaling.num_bytes,
+            beside_message_s=calibration.beside_message_s * scaling.messages,
+            beside_byte_s=calibration.beside_byte_s * scaling.num_bytes,
             wake_s=calibration.wake_s,
+            crowded_wake_s=calibration.crowded_wake_s,
+            sharing_loss=calibration.sharing_loss,
         )
         local = {
             (source, target): LinkModel(latency_s=near_s)

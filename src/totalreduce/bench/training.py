@@ -73,6 +73,8 @@ _SEEDS_MIN = 2
 _LAUNCH_LIMIT_S = 7200.0
 _QUICK_STEPS = 40
 _SLOW_MAX = 100
+#: The value of ``--rates`` with which no links are measured.
+_NO_LINKS = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +190,10 @@ class TrainPlan:
     looks: Annotated[int, typer.Option(help="How often in a training the held-out loss is looked at.")] = 25
     seeds: Annotated[int, typer.Option(help="Trainings of each contestant, at least two.")] = 5
     rates: Annotated[
-        str, typer.Option(help="Emulated links, separated by commas, with or without a delay, as 10mbit+40ms.")
+        str,
+        typer.Option(
+            help="Emulated links, separated by commas, with or without a delay, as 10mbit+40ms; none: losses alone."
+        ),
     ] = "1gbit,100mbit"
     slow: Annotated[
         float, typer.Option(help="Train also with a last rank whose steps take so many times longer, on loopback.")
@@ -225,8 +230,8 @@ class TrainPlan:
         split_names("--models", self.models, MODELS)
         split_names("--optimizers", self.optimizers, OPTIMIZERS)
         contestants_of(self.methods, self.against)
-        if not self.links:
-            raise ConfigurationError("--rates names none")
+        if not self.links and self.rates.strip() != _NO_LINKS:
+            raise ConfigurationError(f"--rates names no link; {_NO_LINKS!r} measures none")
         for link in self.links:
             parse_link(link)
 
@@ -238,13 +243,15 @@ class TrainPlan:
 
     @property
     def links(self) -> list[str]:
-        """Emulated links, each once."""
+        """Emulated links, each once; empty if only what is learnt counts."""
+        if self.rates.strip() == _NO_LINKS:
+            return []
         return list(dict.fromkeys(link.strip() for link in self.rates.split(",") if link.strip()))
 
     def shortened(self) -> TrainPlan:
         """Return a plan of a few minutes."""
         model, optimizer = self.cases[0]
-        less = replace(self, models=model, optimizers=optimizer, rates=self.links[0])
+        less = replace(self, models=model, optimizers=optimizer, rates=(self.links or [_NO_LINKS])[0])
         return replace(less, steps=_QUICK_STEPS, seeds=_SEEDS_MIN, looks=5)
 
     @property
@@ -367,11 +374,11 @@ def parse_link(text: str) -> tuple[str, float]:
 
 def report_trainings(command: str, setting: Setting, parameters: TrainPlan) -> Report:
     """Train all cases of a plan; ``command``: its name in messages."""
-    if setting.hosts < 2:
+    plan = parameters.shortened() if parameters.quick else parameters
+    if plan.links and setting.hosts < 2:
         raise ConfigurationError(
             f"bench {command} is about links between hosts: --emulate-hosts from 2, not {setting.hosts}"
         )
-    plan = parameters.shortened() if parameters.quick else parameters
     launcher = _Launcher(command, plan.resume, partial(_run_script, plan.torchft))
     samples: dict[str, CaseSamples] = {}
     for model, optimizer in plan.cases:
@@ -641,9 +648,10 @@ def _table(setting: Setting, case: str, samples: CaseSamples, figures: list[Trai
             alone = median(run.alone_s)
             wire = wire_limit_s(4 * dense.num_parameters, dense.world_size, rate_bits_per_s(parse_link(name)[0]))
             shares.append(f"{name}: arithmetic {1000 * alone:.1f} ms, dense on the wire {wire / alone:.1f}x that")
+    place = (setting if samples.timed else replace(setting, hosts=0)).describe()
     return Table(
         f"{case}, {dense.num_parameters / 1e6:.1f} M parameters, {dense.steps} steps from {len(dense.runs)} "
-        f"seeds, density {dense.density:g}, {setting.ranks} ranks on {setting.hosts} emulated hosts",
+        f"seeds, density {dense.density:g}, {place}",
         [
             ("by", _describe_peer),
             ("held-out loss", lambda figure: f"{figure.loss:.4f} ± {figure.loss_sd:.4f}"),
@@ -654,7 +662,7 @@ def _table(setting: Setting, case: str, samples: CaseSamples, figures: list[Trai
             *((f"{name}: step, over alone, time, gain", link(name)) for name in samples.timed),
         ],
         figures,
-        f"Its loss: where dense training ends, a standard deviation granted. {'; '.join(shares)}.",
+        f"Its loss: where dense training ends, a standard deviation granted.{''.join(f' {each}.' for each in shares)}",
     )
 
 

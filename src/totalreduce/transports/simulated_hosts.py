@@ -42,7 +42,15 @@ class HostModel:
         shared_cores: Whether the hosts are emulated on one machine and share its ``cores``.
         message_s: Processor seconds that a message takes on each of its two ranks.
         byte_s: Processor seconds that a byte of a message takes on each of its two ranks.
-        wake_s: Seconds for which a thread that wakes up waits for a core, if all cores are busy.
+        beside_message_s: Processor seconds that a message takes from the other threads of each of its two ranks' hosts:
+            the kernel handles packets in whatever thread runs, and what a woken thread displaces from caches is
+            loaded again.
+        beside_byte_s: The same for a byte of a message.
+        wake_s: Seconds for which a thread that wakes up waits for a core, if all cores are busy and no more threads
+            train than there are cores.
+        crowded_wake_s: The same if twice as many threads train as there are cores. Between and beyond these numbers
+            of threads the wait is on the straight line through both.
+        sharing_loss: The share of a core's time that is lost while several ranks train on it in turns, from 0 to 1.
         burst_bytes: The number of bytes that a card which was idle for long sends at once, as a token bucket does.
     """
 
@@ -52,16 +60,37 @@ class HostModel:
     shared_cores: bool = False
     message_s: float = 0.0
     byte_s: float = 0.0
+    beside_message_s: float = 0.0
+    beside_byte_s: float = 0.0
     wake_s: float = 0.0
+    crowded_wake_s: float = 0.0
+    sharing_loss: float = 0.0
     burst_bytes: int = 0
 
 
 @final
 class Processor:
-    """Cores that running threads share evenly: with more threads than cores, all threads run equally slower."""
+    """Cores that running threads share evenly: with more threads than cores, all threads run equally slower.
 
-    def __init__(self, clock: Clock, cores: int) -> None:
-        self._clock, self._cores = clock, cores
+    Threads that train have large working sets. If there are more of them than cores, each one finds the caches filled
+    by another one at the beginning of its time slices, and a share of all time is lost.
+    """
+
+    def __init__(
+        self, clock: Clock, cores: int, *, sharing_loss: float = 0.0, wake_s: float = 0.0, crowded_wake_s: float = 0.0
+    ) -> None:
+        """Make idle cores.
+
+        Args:
+            clock: Virtual time.
+            cores: The number of cores.
+            sharing_loss: The share of the time that is lost while more threads train than there are cores.
+            wake_s: As in ``HostModel``.
+            crowded_wake_s: As in ``HostModel``.
+        """
+        self._clock, self._cores, self._sharing_loss = clock, cores, sharing_loss
+        self._wake_s, self._crowded_wake_s = wake_s, max(wake_s, crowded_wake_s)
+        self._training = 0
         #: How many processor seconds a thread that ran from the beginning would have got.
         self._served_s, self._changed_s = 0.0, 0.0
         self._running: list[tuple[float, int, _Action]] = []
@@ -74,14 +103,31 @@ class Processor:
         heapq.heappush(self._running, (self._served_s + seconds, self._count, action))
         self._plan()
 
+    def train(self, seconds: float, action: _Action) -> None:
+        """Do the same for a thread that trains."""
+
+        def ended() -> None:
+            self._serve()
+            self._training -= 1
+            self._plan()
+            action()
+
+        self._serve()
+        self._training += 1
+        self.run(seconds, ended)
+
     @property
-    def is_busy(self) -> bool:
-        """Whether a thread runs on every core."""
-        return len(self._running) >= self._cores
+    def wake_s(self) -> float:
+        """For how many seconds a thread that wakes up now waits for a core."""
+        if len(self._running) < self._cores:
+            return 0.0
+        crowd = max(0.0, self._training / self._cores - 1.0)
+        return self._wake_s + crowd * (self._crowded_wake_s - self._wake_s)
 
     @property
     def _speed(self) -> float:
-        return min(1.0, self._cores / max(1, len(self._running)))
+        speed = min(1.0, self._cores / max(1, len(self._running)))
+        return speed * (1.0 - self._sharing_loss) if self._training > self._cores else speed
 
     def _serve(self) -> None:
         now = self._clock.now
@@ -111,13 +157,15 @@ class Processor:
 class _Idle:
     """Cores of which there are more than threads: nobody waits."""
 
-    is_busy = False
+    wake_s = 0.0
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
 
     def run(self, seconds: float, action: _Action) -> None:
         self._clock.after(seconds, action)
+
+    train = run
 
 
 @final
@@ -128,9 +176,9 @@ class Thread:
         busy_s: The processor seconds of all that it was given.
     """
 
-    def __init__(self, processor: Processor | _Idle, clock: Clock, wake_s: float) -> None:
-        """``processor``: the cores on which it runs. ``wake_s``: for how long it waits for one, if all are busy."""
-        self._processor, self._clock, self._wake_s = processor, clock, wake_s
+    def __init__(self, processor: Processor | _Idle, clock: Clock) -> None:
+        """``processor``: the cores on which it runs."""
+        self._processor, self._clock = processor, clock
         self._waiting: deque[tuple[float, _Action]] = deque()
         self._is_busy = False
         self.busy_s = 0.0
@@ -141,8 +189,9 @@ class Thread:
         self._waiting.append((seconds, action))
         if not self._is_busy:
             self._is_busy = True
-            if self._wake_s and self._processor.is_busy:
-                self._clock.after(self._wake_s, self._next)
+            wake_s = self._processor.wake_s
+            if wake_s:
+                self._clock.after(wake_s, self._next)
             else:
                 self._next()
 
@@ -196,23 +245,32 @@ class SimulatedHosts:
         num_hosts = max(model.host_of_rank) + 1
         num_processors = 1 if model.shared_cores else num_hosts
         ranks = len(model.host_of_rank) if model.shared_cores else max(Counter(model.host_of_rank).values())
+        has_idle_cores = _THREADS_MAX * ranks <= model.cores
         processors = [
-            _Idle(clock) if _THREADS_MAX * ranks <= model.cores else Processor(clock, model.cores)
+            _Idle(clock)
+            if has_idle_cores
+            else Processor(
+                clock,
+                model.cores,
+                sharing_loss=model.sharing_loss,
+                wake_s=model.wake_s,
+                crowded_wake_s=model.crowded_wake_s,
+            )
             for _ in range(num_processors)
         ]
         self._processors = [processors[0 if model.shared_cores else host] for host in model.host_of_rank]
-        self._movers = [Thread(processor, clock, model.wake_s) for processor in self._processors]
+        self._movers = [Thread(processor, clock) for processor in self._processors]
         self._outgoing, self._incoming = (
             [_Card(clock, model.card_bytes_per_s, model.burst_bytes) for _ in range(num_hosts)] for _ in range(2)
         )
 
     def compute(self, rank: int, seconds: float, action: _Action) -> None:
         """Call ``action`` when the thread that trains on a rank has had so many seconds of a core."""
-        self._processors[rank].run(seconds, action)
+        self._processors[rank].train(seconds, action)
 
     def thread(self, rank: int) -> Thread:
         """Return the third thread of a rank."""
-        return Thread(self._processors[rank], self._clock, self.model.wake_s)
+        return Thread(self._processors[rank], self._clock)
 
     def move(self, rank: int, seconds: float, action: _Action) -> None:
         """The same in the thread that moves messages, after all that this thread was given before."""
@@ -232,12 +290,14 @@ class SimulatedHosts:
             card = self._outgoing[self.model.host_of_rank[source]]
             self._clock.after(card.carry(num_bytes, self._clock.now) - self._clock.now, left)
 
+        self._take_from_others(source, num_bytes)
         self.move(source, self._seconds_of(num_bytes), leave)
 
     def receive(self, source: int, target: int, num_bytes: int, arrived: _Action) -> None:
         """Take a message whose last byte has reached the host, and call ``arrived`` when the rank has read it."""
 
         def read() -> None:
+            self._take_from_others(target, num_bytes)
             self.move(target, self._seconds_of(num_bytes), arrived)
 
         if self.is_local(source, target):
@@ -260,5 +320,15 @@ class SimulatedHosts:
         """Return the bytes through each host's network card, in its busier direction, so far."""
         return [max(a.num_bytes, b.num_bytes) for a, b in zip(self._outgoing, self._incoming, strict=True)]
 
+    def _take_from_others(self, rank: int, num_bytes: int) -> None:
+        """Take the processor time that a message costs beside the thread that moves it. The message does not wait."""
+        seconds = self.model.beside_message_s + num_bytes * self.model.beside_byte_s
+        if seconds:
+            self._processors[rank].run(seconds, _nothing)
+
     def _seconds_of(self, num_bytes: int) -> float:
         return self.model.message_s + num_bytes * self.model.byte_s
+
+
+def _nothing() -> None:
+    """Nothing waits for this."""
