@@ -76,6 +76,10 @@ class Context:
         )
         return self._groups[name]
 
+    def own_group(self, name: str) -> Group:
+        """Return the group of this name, which the first call makes. Collective."""
+        return self._groups[name] if name in self._groups else self.another_group(name)
+
     def barrier(self) -> None:
         """The same for every peer, so that its skew is too."""
         self.group.barrier()

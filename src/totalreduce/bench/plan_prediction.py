@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -191,6 +192,12 @@ class Planner:
         self._density, self._bucket_bytes, self._messages = density, bucket_bytes, messages
         self._progress = progress
         self._scripts: dict[tuple[str, int], list[Script] | list[Begun]] = {}
+
+    def with_trace(self, trace: Trace) -> Planner:
+        """Return a planner for the same layers at other times, which shares what is recorded of exchanges."""
+        planner = copy(self)
+        planner._trace = trace
+        return planner
 
     def predict(self, text: str, ranks: int) -> Prediction:
         """Predict the steps of one contestant.

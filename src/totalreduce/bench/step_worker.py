@@ -71,7 +71,7 @@ def measure(context: Context, parameters: StepParameters) -> StepSamples:
     names = [*context.peers, *(["timeline"] if parameters.timeline else []), *parameters.chosen_hooks]
     names += ["dense"] if parameters.dense else []
     names += ["alone"] if parameters.no_communication else []
-    contestants = {name: _contestant(context, name, workload, parameters, torch.float32) for name in names}
+    contestants = {name: make_contestant(context, name, workload, parameters, torch.float32) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     sent_before = context.group.statistics().bytes_sent
     for index in range(context.rounds):
@@ -92,7 +92,7 @@ def measure(context: Context, parameters: StepParameters) -> StepSamples:
 
 def _train_exactly(context: Context, workload: Workload, parameters: StepParameters) -> float | None:
     """A few untimed steps in float64; returns the difference from DDP."""
-    contestants = {name: _contestant(context, name, workload, parameters, torch.float64) for name in context.peers}
+    contestants = {name: make_contestant(context, name, workload, parameters, torch.float64) for name in context.peers}
     for contestant in contestants.values():
         for _ in range(_EXACT_STEPS):
             contestant.step(workload, context.rank)
@@ -104,9 +104,10 @@ def _train_exactly(context: Context, workload: Workload, parameters: StepParamet
     return difference
 
 
-def _contestant(
-    context: Context, name: str, workload: Workload, parameters: StepParameters, dtype: torch.dtype
+def make_contestant(
+    context: Context, name: str, workload: Workload, parameters: StepParameters, dtype: torch.dtype = torch.float32
 ) -> Contestant:
+    """Return a way to train a model, by its name in ``bench step``; collective."""
     model = workload.model(_SEED).to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE, momentum=0.9)
     if name == "alone":
@@ -120,7 +121,7 @@ def _contestant(
         return Contestant(replica, optimizer, _nothing, _nothing)
     group = context.group_of(name)
     if name == "dense":
-        group = context.another_group("dense")  # its bytes are not those of the sparse one
+        group = context.own_group("dense")  # its bytes are not those of the sparse one
     if name == "timeline":
         folder = tempfile.mkdtemp(prefix="totalreduce-bench-timeline-")
         group = context.another_group("timeline", timeline=folder)
@@ -134,7 +135,7 @@ def _contestant(
         feedback=tr.ErrorFeedback(bucket_elements=elements) if method is not None else None,
         overlap=cast("Literal['backward', 'iterations']", parameters.overlap),
         sync=method,
-        name=f"bench.{name}.{dtype}",
+        name=f"bench.{workload.name}.{name}.{dtype}",
     )
     return Contestant(model, wrapped, wrapped.flush, wrapped.close)
 

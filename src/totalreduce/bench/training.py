@@ -33,6 +33,7 @@ import typer
 
 from totalreduce.bench.arithmetic import wire_limit_s
 from totalreduce.bench.command import split_names
+from totalreduce.bench.kept import KeptResults
 from totalreduce.bench.launching import Setting, find_script, run_script
 from totalreduce.bench.machine import describe_machine
 from totalreduce.bench.plots import Line, Panel, draw_panels
@@ -419,12 +420,8 @@ class _Launcher:
     """Launches of the script. With a file, every launch is kept as a line of it, and none is repeated."""
 
     def __init__(self, command: str, path: Path | None, run: _RunScript) -> None:
-        self._command, self._path, self._run_script = command, path, run
-        self._kept: dict[str, Training] = {}
-        if path is not None and path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                document = json.loads(line)
-                self._kept[document["key"]] = from_document(Training, document["training"])
+        self._command, self._run_script = command, run
+        self._kept = KeptResults(path)
 
     def launch(self, setting: Setting, contestants: Iterable[str], options: Sequence[str]) -> dict[str, Training]:
         """Train by several contestants, each in a launch of its own, or measure their steps in turns.
@@ -438,8 +435,8 @@ class _Launcher:
         for names in filter(None, launches):
             print_progress(f"{self._command}: {' '.join(options)}, {setting.describe()}: {', '.join(names)}")
             for name, training in self._run(setting, names, options).items():
-                self._keep(keys[name], training)
-        return {name: self._kept[key] for name, key in keys.items()}
+                self._kept.keep(keys[name], to_document(training))
+        return {name: from_document(Training, self._kept[key]) for name, key in keys.items()}
 
     def _run(self, setting: Setting, names: Sequence[str], options: Sequence[str]) -> dict[str, Training]:
         whole = self._run_script(setting, names, options)
@@ -449,12 +446,6 @@ class _Launcher:
             learnt = f", loss {fmean(ends):.4f} in the end" if ends else ""
             print_progress(f"{self._command}:   {name}: {1000 * training.first.typical_s:.1f} ms for a step{learnt}")
         return found
-
-    def _keep(self, key: str, training: Training) -> None:
-        self._kept[key] = training
-        if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"key": key, "training": to_document(training)}) + "\n")
 
 
 def _measure(

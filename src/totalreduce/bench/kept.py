@@ -1,0 +1,57 @@
+"""Results of long benchmarks that are kept in a file as they come, so that a stopped command can go on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, final
+
+from totalreduce.foundation.errors import ConfigurationError
+
+__all__ = ["KeptResults"]
+
+
+@final
+class KeptResults:
+    """Documents by key. With a file, each one becomes a line of it, and those that it has are known from the beginning.
+
+    Args:
+        path: The file; ``None``: nothing outlives the process.
+
+    Raises:
+        ConfigurationError: The file cannot be read, or was not written by this class.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._known: dict[str, Any] = {}
+        if path is None or not path.exists():
+            return
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise ConfigurationError(f"cannot read {path}, in which results are kept: {error.strerror}") from error
+        for number, line in enumerate(lines, 1):
+            try:
+                document = json.loads(line)
+                self._known[document["key"]] = document["result"]
+            except (ValueError, TypeError, KeyError) as error:
+                if number == len(lines):  # the command was stopped while it wrote; this is measured again
+                    path.write_text("".join(f"{each}\n" for each in lines[:-1]), encoding="utf-8")
+                    break
+                raise ConfigurationError(f"{path}, line {number}, is not a kept result; name another file") from error
+
+    def __contains__(self, key: str) -> bool:
+        """Return whether there is a result with this key."""
+        return key in self._known
+
+    def __getitem__(self, key: str) -> Any:
+        """Return the result with this key."""
+        return self._known[key]
+
+    def keep(self, key: str, document: Any) -> None:
+        """Keep a result, as JSON has it, and write it to the file."""
+        self._known[key] = document
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"key": key, "result": document}) + "\n")
