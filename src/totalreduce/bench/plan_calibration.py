@@ -2,16 +2,16 @@
 
 What ranks exchange is measured with two processes over TCP. From allreduces of three kinds follow three costs: of an
 operation, of a message, of a byte. They are measured twice, because a process's own processor time is not all that a
-message costs: the kernel handles packets in whatever thread runs, and threads that are woken displace what others have in
-caches. So the processor time of both processes is measured while nothing else runs, and the time that threads lose which
-train on all cores. The difference is the cost beside the process. The rest is arithmetic in this process.
+message costs: the kernel handles packets in whatever thread runs, and threads that are woken displace what others have
+in caches. So the processor time of both processes is measured while nothing else runs, and then the time that threads
+lose which train on all cores. The difference is the cost beside the process. The rest is arithmetic in this process.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from statistics import fmean, median
 from typing import Any
 
@@ -67,20 +67,19 @@ class Cost:
 class CalibrationSamples:
     """The costs of one rank.
 
+    Three kinds of allreduces are measured: of a few bytes, a large one in segments of the usual length, and a large one
+    in many short segments.
+
     Attributes:
-        small: Of an allreduce of a few bytes.
-        large: Of a large allreduce, in segments of the usual length.
-        split: Of a large allreduce in many short segments.
-        beside: The same three costs beside threads that train on all cores: the processor time that these lose.
-        latency_s: Seconds that an empty message takes to the other rank, software included.
+        alone: The costs of each kind while nothing else runs: the processor time of this process.
+        beside: The same beside threads that train on all cores: the processor time that these lose.
         answers_s: Seconds from a message to a rank that waits for it to its answer: while nothing else runs, while a
             thread trains on every core, and while two do.
+        latency_s: Seconds that an empty message takes to the other rank, software included.
         sharing_loss: The share of the processor time that is lost where two threads train on every core.
     """
 
-    small: Cost
-    large: Cost
-    split: Cost
+    alone: list[Cost]
     beside: list[Cost]
     answers_s: list[float]
     latency_s: float
@@ -104,12 +103,8 @@ def measure_calibration(rate: str | None = None) -> tuple[Calibration, float]:
         parameters = replace(parameters, large_bytes=max(_LARGE_BYTES_MIN, min(parameters.large_bytes, large_bytes)))
     samples = run_benchmark("plan_worker", parameters, setting, CalibrationSamples).ranks
     reduce_bytes_per_s = _SEGMENT_BYTES / _median_s(_reducing())
-    alone = [
-        _mean_cost(costs) for costs in zip(*((each.small, each.large, each.split) for each in samples), strict=True)
-    ]
-    operation_s, message_s, byte_s = solve(*alone, reduce_bytes_per_s)
-    beside = [_mean_cost(costs) for costs in zip(*(each.beside for each in samples), strict=True)]
-    _, lost_message_s, lost_byte_s = solve(*beside, reduce_bytes_per_s)
+    operation_s, message_s, byte_s = solve(_mean_costs([each.alone for each in samples]), reduce_bytes_per_s)
+    _, lost_message_s, lost_byte_s = solve(_mean_costs([each.beside for each in samples]), reduce_bytes_per_s)
     # A message and its answer wake up a thread each.
     idle_s, one_s, two_s = (fmean(column) for column in zip(*(each.answers_s for each in samples), strict=True))
     wake_s, crowded_wake_s = (max(0.0, answer_s - idle_s) / 2 for answer_s in (one_s, two_s))
@@ -134,18 +129,17 @@ def measure_calibration(rate: str | None = None) -> tuple[Calibration, float]:
     return calibration, latency_s
 
 
-def solve(small: Cost, large: Cost, split: Cost, reduce_bytes_per_s: float) -> tuple[float, float, float]:
+def solve(costs: Sequence[Cost], reduce_bytes_per_s: float) -> tuple[float, float, float]:
     """Return the processor seconds of an operation, and those of a message and of a byte on one of its two ranks. Pure.
 
     A rank's processor time is that of the operation, of the messages and bytes that it sends and receives, and of the
     additions. Two large allreduces that differ in the number of messages give the cost of a message.
 
     Args:
-        small: The costs of an allreduce of a few bytes.
-        large: The costs of a large allreduce, in segments of the usual length.
-        split: The costs of a large allreduce in many short segments.
+        costs: Of the three kinds of allreduces, in the order of ``CalibrationSamples``.
         reduce_bytes_per_s: Bytes that are added in a processor second.
     """
+    small, large, split = costs
     more = split.messages - large.messages
     # What is below zero is noise.
     message_s = max(0.0, (split.processor_s - large.processor_s) / (2 * more)) if more > 0 else 0.0
@@ -155,9 +149,10 @@ def solve(small: Cost, large: Cost, split: Cost, reduce_bytes_per_s: float) -> t
     return operation_s, message_s, max(0.0, rest_s / (2 * large.num_bytes))
 
 
-def _mean_cost(costs: Sequence[Cost]) -> Cost:
-    """Return the mean of the costs of all ranks."""
-    return Cost(*(fmean(getattr(cost, name) for cost in costs) for name in Cost.__slots__))
+def _mean_costs(ranks: Sequence[Sequence[Cost]]) -> list[Cost]:
+    """Return the mean costs of each kind of allreduce over ranks."""
+    names = [field.name for field in fields(Cost)]
+    return [Cost(*(fmean(getattr(cost, name) for cost in kind) for name in names)) for kind in zip(*ranks, strict=True)]
 
 
 def _median_s(work: Callable[[], Any]) -> float:

@@ -50,7 +50,7 @@ def _count(context: Context, contestant: Contestant, workload: Workload, paramet
 
 
 def _block(context: Context, contestant: Contestant, workload: Workload, steps: int) -> list[float]:
-    """Return the seconds of steps in a row. One before them is not timed: it still meets the one of another contestant."""
+    """Return the seconds of steps in a row, after one that is not timed because another contestant ran before it."""
     context.barrier()
     contestant.step(workload, context.rank)
     took = []

@@ -56,7 +56,7 @@ def measure(context: Context, parameters: CalibrationParameters) -> CalibrationS
         unshared = training.speed(parameters.seconds)
         context.barrier()
     return CalibrationSamples(
-        *alone,
+        alone=alone,
         beside=beside,
         answers_s=answers_s,
         latency_s=latency_s,
