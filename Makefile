@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Torch would start a thread per core in every rank, and they would spin while they wait for each other.
 test check soak: export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check torch-suite gpu lint warm-kernels warm-tests triton-tests soak bench docs docs-serve interface tested-with dist release-notes clean
+.PHONY: demo test check torch-suite gpu lint warm-kernels warm-tests triton-tests soak bench docs docs-look docs-serve interface tested-with dist release-notes clean
 demo: $(STAMP)
 	$(BIN)/totalreduce demo $(ARGS)
 
@@ -73,6 +73,10 @@ bench: $(STAMP)
 # The documentation as a site in build/site, which can be read and searched without a network and without a server.
 docs: $(VENV)/.docs
 	$(MKDOCS) build
+
+# Pictures of six pages in build/look: light and dark, wide and narrow. Needs Chromium on PATH.
+docs-look: docs
+	$(BIN)/python tools/look_at_site.py $(ARGS)
 
 docs-serve: $(VENV)/.docs
 	$(MKDOCS) serve $(ARGS)
