@@ -27,6 +27,8 @@ _REPETITIONS = 5
 _COPIED_BYTES = 64 << 20
 #: A large allreduce takes about so long on a slow link, and has so many bytes at least.
 _LARGE_S, _LARGE_BYTES_MIN = 0.1, 1 << 20
+#: On slower links so few bytes pass in a second that what training loses by them cannot be told from disturbances.
+_VISIBLE_BITS_PER_S = 500e6
 _SEGMENT_BYTES = 512 * 1024
 _SELECTED_ELEMENTS = 4_000_000
 _MERGING_RANKS = 4
@@ -72,7 +74,8 @@ class CalibrationSamples:
 
     Attributes:
         alone: The costs of each kind while nothing else runs: the processor time of this process.
-        beside: The same beside threads that train on all cores: the processor time that these lose.
+        beside: The same of the first two kinds beside threads that train on all cores: the processor time that these
+            lose.
         answers_s: Seconds from a message to a rank that waits for it to its answer: while nothing else runs, while a
             thread trains on every core, and while two do.
         latency_s: Seconds that an empty message takes to the other rank, software included.
@@ -104,7 +107,11 @@ def measure_calibration(rate: str | None = None) -> tuple[Calibration, float]:
     samples = run_benchmark("plan_worker", parameters, setting, CalibrationSamples).ranks
     reduce_bytes_per_s = _SEGMENT_BYTES / _median_s(_reducing())
     operation_s, message_s, byte_s = solve(_mean_costs([each.alone for each in samples]), reduce_bytes_per_s)
-    _, lost_message_s, lost_byte_s = solve(_mean_costs([each.beside for each in samples]), reduce_bytes_per_s)
+    beside_message_s, beside_byte_s = 0.0, 0.0
+    if rate is None or rate_bits_per_s(rate) >= _VISIBLE_BITS_PER_S:
+        beside_message_s, beside_byte_s = solve_beside(
+            _mean_costs([each.alone for each in samples]), _mean_costs([each.beside for each in samples])
+        )
     # A message and its answer wake up a thread each.
     idle_s, one_s, two_s = (fmean(column) for column in zip(*(each.answers_s for each in samples), strict=True))
     wake_s, crowded_wake_s = (max(0.0, answer_s - idle_s) / 2 for answer_s in (one_s, two_s))
@@ -114,8 +121,8 @@ def measure_calibration(rate: str | None = None) -> tuple[Calibration, float]:
     calibration = Calibration(
         message_s=message_s,
         byte_s=byte_s,
-        beside_message_s=max(0.0, lost_message_s - message_s),
-        beside_byte_s=max(0.0, lost_byte_s - byte_s),
+        beside_message_s=beside_message_s,
+        beside_byte_s=beside_byte_s,
         operation_s=operation_s,
         wake_s=wake_s,
         crowded_wake_s=max(wake_s, crowded_wake_s),
@@ -147,6 +154,20 @@ def solve(costs: Sequence[Cost], reduce_bytes_per_s: float) -> tuple[float, floa
     additions_s = large.reduced_bytes / reduce_bytes_per_s
     rest_s = large.processor_s - additions_s - operation_s - 2 * large.messages * message_s
     return operation_s, message_s, max(0.0, rest_s / (2 * large.num_bytes))
+
+
+def solve_beside(alone: Sequence[Cost], beside: Sequence[Cost]) -> tuple[float, float]:
+    """Return how many processor seconds a message and a byte cost beside the process. Pure.
+
+    An allreduce of a few bytes shows what messages cost, a large one what bytes cost.
+
+    Args:
+        alone: The processor time of the process, of the first kinds of allreduces of ``CalibrationSamples``.
+        beside: The time that training loses, of the same kinds.
+    """
+    small_s, large_s = (lost.processor_s - own.processor_s for own, lost in zip(alone[:2], beside[:2], strict=True))
+    message_s = max(0.0, small_s / (2 * beside[0].messages))
+    return message_s, max(0.0, (large_s - 2 * beside[1].messages * message_s) / (2 * beside[1].num_bytes))
 
 
 def _mean_costs(ranks: Sequence[Sequence[Cost]]) -> list[Cost]:

@@ -45,7 +45,7 @@ def measure(context: Context, parameters: CalibrationParameters) -> CalibrationS
     threads = -(-len(os.sched_getaffinity(0)) // context.world_size)
     with _Training(threads) as training:
         answers_s.append(_answer_s(context))
-        beside = [_cost(context, group, tensor, parameters.seconds, training) for group, tensor in kinds]
+        beside = [_cost(context, group, tensor, parameters.seconds, training) for group, tensor in kinds[:2]]
         with _Training(threads) as more:
             context.barrier()
             shared = training.speed(parameters.seconds, more)
