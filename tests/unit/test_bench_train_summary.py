@@ -163,6 +163,13 @@ def test_the_defaults_of_bench_strategies_make_a_plan():
     assert both == [*plan.contestants, "torchft-local_sgd", "torchft-diloco"]
 
 
+def test_losses_can_be_compared_without_links():
+    plan = TrainPlan(rates="none", optimizers="adamw")
+    assert (plan.links, plan.shortened().links) == ([], [])
+    with pytest.raises(ConfigurationError, match="--rates names no link; 'none' measures none"):
+        TrainPlan(rates=" , ")
+
+
 def test_launches_that_were_kept_are_not_repeated(tmp_path):
     kept, launched = tmp_path / "kept.jsonl", []
 

@@ -6,7 +6,6 @@ import pytest
 
 from totalreduce.bench.methods import make_method
 from totalreduce.bench.plan import make_trace
-from totalreduce.bench.plan_check import compared, measured_step_s
 from totalreduce.bench.plan_machines import IDEAL, Calibration, Machines
 from totalreduce.bench.plan_prediction import Planner, with_epoch
 from totalreduce.bench.plan_script import trace_script
@@ -259,10 +258,3 @@ def test_a_script_is_traced(script):
 def test_a_script_without_a_model_is_refused(script, name, message):
     with pytest.raises(ConfigurationError, match=message):
         trace_script(f"{script}:{name}")
-
-
-def test_a_check_compares_the_mean_of_ranks_with_the_plan():
-    figures = measured_step_s([[1.0, 2.0, 9.0], [3.0, 4.0, 9.0]])
-    assert figures == 3.0
-    figure = compared("gpt", 2, "1gbit", "dense", (3.3, 2.4), figures, 0.1)
-    assert (figure.error, figure.error_as_then) == pytest.approx((0.1, -0.2))

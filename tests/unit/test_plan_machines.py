@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from totalreduce.bench.plan_calibration import CalibrationSamples, Cost, solve
+from totalreduce.bench.plan_calibration import Cost, solve, solve_beside
 from totalreduce.bench.plan_machines import (
     IDEAL,
     Calibration,
@@ -88,5 +88,23 @@ def test_the_costs_of_operations_messages_and_bytes_follow_from_three_kinds_of_a
         processor_s = operation_s + 2 * messages * message_s + 2 * num_bytes * byte_s + reduced / rate
         return Cost(processor_s, messages, num_bytes, reduced)
 
-    sample = CalibrationSamples(cost(2, 0, 0), cost(8, 8e6, 4e6), cost(128, 8e6, 4e6), 1e-4, 1e-3)
-    assert solve(sample, rate) == pytest.approx((operation_s, message_s, byte_s))
+    costs = [cost(2, 0, 0), cost(8, 8e6, 4e6), cost(128, 8e6, 4e6)]
+    assert solve(costs, rate) == pytest.approx((operation_s, message_s, byte_s))
+
+
+def test_what_messages_cost_beside_the_process_follows_from_what_training_loses():
+    small, large = Cost(1e-4, 2, 128, 0), Cost(5e-3, 8, 8e6, 4e6)
+    message_s, byte_s = 3e-5, 5e-10
+
+    def lost(cost):
+        beside_s = 2 * cost.messages * message_s + 2 * cost.num_bytes * byte_s
+        return dataclasses.replace(cost, processor_s=cost.processor_s + beside_s)
+
+    found = solve_beside([small, large], [lost(small), lost(large)])
+    assert found == pytest.approx((message_s, byte_s), rel=0.01)
+    assert solve_beside([small, large], [small, dataclasses.replace(large, processor_s=0.0)]) == (0.0, 0.0)
+
+
+def test_a_core_cannot_lose_all_of_its_time():
+    with pytest.raises(ConfigurationError, match="sharing_loss of a calibration must be positive and below 1, not 1"):
+        dataclasses.replace(Calibration(), sharing_loss=1.0)

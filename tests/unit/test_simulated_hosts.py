@@ -137,3 +137,38 @@ def test_bodies_that_are_not_carried_leave_memory_alone_and_take_their_time():
     arrived = [num_bytes for _, what, rank, _, num_bytes in network.trace if what == "arrived" and rank == 1]
     assert sum(arrived) >= size + HEADER_BYTES
     assert cluster.submissions[1][0].done_at_s > size / CARD
+
+
+def test_cores_that_several_training_threads_share_lose_a_part_of_their_time():
+    network = SimulatedNetwork(1)
+    processor = Processor(network, 1, sharing_loss=0.2)
+    # Two threads share 0.8 of a core until both have had a second. A thread that does not train costs nothing more.
+    took = ends(network, *(lambda action: processor.train(1.0, action) for _ in range(2)))
+    assert took == pytest.approx([2.5, 2.5])
+    network = SimulatedNetwork(1)
+    processor = Processor(network, 1, sharing_loss=0.2)
+    took = ends(network, lambda action: processor.train(1.0, action), lambda action: processor.run(1.0, action))
+    assert took == pytest.approx([2.0, 2.0])
+
+
+@pytest.mark.parametrize(("training", "expected"), [(1, 0.25), (2, 0.5), (3, 0.75)])
+def test_a_thread_waits_the_longer_the_more_threads_train_on_its_core(training, expected):
+    network = SimulatedNetwork(1)
+    processor = Processor(network, 1, wake_s=0.25, crowded_wake_s=0.5)
+    assert processor.wake_s == 0.0
+    for _ in range(training):
+        processor.train(1.0, lambda: None)
+    assert processor.wake_s == pytest.approx(expected)
+
+
+def test_what_a_message_costs_beside_its_thread_slows_training_and_not_the_message():
+    def took(**beside):
+        model = HostModel(host_of_rank=(0, 1), card_bytes_per_s=CARD, cores=1, message_s=0.1, **beside)
+        network = SimulatedNetwork(2)
+        hosts = SimulatedHosts(network, model)
+        works = [lambda action: hosts.send(0, 1, 1000, action), lambda action: hosts.compute(0, 1.0, action)]
+        return ends(network, *works)
+
+    # The message has half of the core, or a third of it, for a tenth of a second; then its card takes a millisecond.
+    assert took() == pytest.approx([0.201, 1.1])
+    assert took(beside_message_s=0.2, beside_byte_s=1e-4) == pytest.approx([0.301, 1.4])
