@@ -1,7 +1,7 @@
 """Take pictures of pages of the documentation site in a headless Chromium: light and dark, wide and narrow.
 
-``make docs-look`` builds the site in ``build/site`` and runs this. The pictures lie in ``build/look``. The command fails
-if a page is wider than its window, or if it asks for anything outside of the site.
+``make docs-look`` builds the site in ``build/site`` and runs this. The pictures lie in ``build/look``. The command
+fails if a page is wider than its window, or if it asks for anything outside of the site.
 """
 
 from __future__ import annotations
