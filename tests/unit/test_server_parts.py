@@ -64,8 +64,8 @@ VALID = SPEC.encode(Header(Kind.PUSH, Form.RANGE, number=5, mark=7, begin=10, en
 @pytest.mark.parametrize(
     ("data", "text"),
     [
-        (VALID[:-1], "has 95 bytes where 96"),
-        (b"\4" + VALID[1:], "a message of version 4 where version 3"),
+        (VALID[:-1], "has 96 bytes where 97"),
+        (b"\5" + VALID[1:], "a message of version 5 where version 4"),
         (
             replace(SPEC, table=3).encode(Header(Kind.CLOCK)),
             "about table 0x3, which has other settings than table 0x4d",
@@ -100,7 +100,8 @@ def test_garbage_is_refused_and_never_asks_for_memory(data: st.DataObject) -> No
     """Random headers, half of them with some fields that are right: an error, or sizes within the bounds."""
     number = st.integers(-(2**63), 2**63 - 1) | st.integers(-2, 50)
     fields = [
-        *(3, data.draw(st.integers(0, 255) | st.integers(1, 14)), data.draw(st.integers(0, 5)), 77),
+        *(4, data.draw(st.integers(0, 255) | st.integers(1, 15)), data.draw(st.integers(0, 5))),
+        *(data.draw(st.integers(0, 4)), 77),
         *(data.draw(st.integers(-2, 2)), data.draw(st.integers(-(2**31), 2**31 - 1) | st.integers(-2, 2))),
         *(data.draw(number) for _ in range(6)),
         *(data.draw(st.integers(0, 2**64 - 1) | st.integers(0, 400)), data.draw(st.binary(min_size=16, max_size=16))),

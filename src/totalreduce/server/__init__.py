@@ -3,11 +3,13 @@
 from totalreduce.server.clocks import Bounded, Consistency, Eventual, Sequential
 from totalreduce.server.connecting import connect
 from totalreduce.server.connection import Connection, ServerStatistics, Ticket
+from totalreduce.server.filters import KKT, Filter, Significant
 from totalreduce.server.optimizers import FTRL, SGD, Adagrad, Adam, Momentum, Optimizer, Replace, Sum
 from totalreduce.server.torch_rule import Torch
 
 __all__ = [
     "FTRL",
+    "KKT",
     "SGD",
     "Adagrad",
     "Adam",
@@ -15,11 +17,13 @@ __all__ = [
     "Connection",
     "Consistency",
     "Eventual",
+    "Filter",
     "Momentum",
     "Optimizer",
     "Replace",
     "Sequential",
     "ServerStatistics",
+    "Significant",
     "Sum",
     "Ticket",
     "Torch",

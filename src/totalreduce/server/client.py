@@ -14,6 +14,7 @@ from totalreduce.foundation.errors import ConfigurationError, ProtocolError, Ref
 from totalreduce.kernels import updates
 from totalreduce.kernels.arrays import Array
 from totalreduce.server.clocks import FINISHED
+from totalreduce.server.filters import Filter, selected_by
 from totalreduce.server.layout import Layout
 from totalreduce.server.messages import (
     LISTS_BYTES_MAX,
@@ -33,7 +34,7 @@ from totalreduce.server.pieces import Places, cut_parts, cut_positions
 from totalreduce.server.residual import Residual
 from totalreduce.server.shard import read_waiting
 
-__all__ = ["Call", "Client"]
+__all__ = ["PLAIN", "Call", "Client", "Manner"]
 
 #: The bytes of values that a worker's unanswered requests push or pull, to all servers together. Each shard may have
 #: one request in any case, so that none waits for another one. Measured with 4 workers and 4 servers at 1 Gbit/s and
@@ -69,6 +70,29 @@ class Call:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How something is pushed.
+
+    Attributes:
+        lr: The learning rate of the push; ``None``: that of the optimizer.
+        is_held: Whether the push counts only when the worker ends its step, and can be withdrawn until then.
+        is_exact: Whether neither the codec nor the filter has a part in it.
+    """
+
+    lr: float | None = None
+    is_held: bool = False
+    is_exact: bool = False
+
+    def may_change(self, kind: Kind) -> bool:
+        """Whether codec and filter have a part in a request of this kind."""
+        return kind in (Kind.PUSH, Kind.PUSH_PULL) and not self.is_exact
+
+
+PLAIN: Final = Manner()
+
+
+@final
 @dataclass(slots=True, eq=False)
 class _Request:
     """A request of a call to one shard. The arrays are those of the call, of shape (n, width)."""
@@ -78,15 +102,28 @@ class _Request:
     number: int
     mark: int
     num_bytes: int  #: Of the values that it pushes or pulls.
-    lr: float | None = None
+    manner: Manner = PLAIN
     places: Places | None = None
     keys: Array | None = None
     values: Array | None = None
+    added: Array | None = None  #: The part of the values that the filter has withheld of earlier pushes.
     out: Array | None = None
     #: The message with its list of keys. It is made at the first send. When the server knows the list, a copy with the
     #: digest alone is sent.
     message: Message | None = None
     is_lent: bool = False  #: Whether an answer is received into ``out``. A second answer must not be.
+
+    @property
+    def in_table(self) -> Places:
+        """The rows of its keys in an array with a row for each key of the table."""
+        assert self.places is not None
+        return self.places.in_table(self.keys)
+
+    @property
+    def listed(self) -> Array:
+        """Its keys."""
+        assert self.places is not None
+        return self.places.listed if self.keys is None else self.places.take(self.keys)
 
 
 @final
@@ -103,6 +140,7 @@ class _Lane:
         slow: What the server has told last: workers for which a request waits, with their clocks.
         waits: The number of this request.
         is_finished: Whether the server has answered ``FINISH``.
+        held: Of each coded push that is held in this step: its rows of the residual, and what they were before.
     """
 
     server: int
@@ -114,6 +152,7 @@ class _Lane:
     waits: int = -1
     unanswered_bytes: int = 0
     is_finished: bool = False
+    held: list[tuple[Places, Array]] = field(default_factory=list)
 
 
 @final
@@ -125,11 +164,19 @@ class Client:
         staleness: How often each staleness was observed, by answer to a pull.
         lists: How often keys travelled as a ``"list"``, as a ``"digest"``, and how often a server did not know a digest
             (``"unknown"``).
+        withheld: How many keys the filter has withheld; a key counts each time.
         is_worker: Whether this rank is a worker.
     """
 
     def __init__(
-        self, rank: int, layout: Layout, spec: Spec, servers: Mapping[int, int], *, steps_are_atomic: bool = False
+        self,
+        rank: int,
+        layout: Layout,
+        spec: Spec,
+        servers: Mapping[int, int],
+        *,
+        steps_are_atomic: bool = False,
+        filter_: Filter | None = None,
     ) -> None:
         """Begin with clock 0.
 
@@ -140,6 +187,7 @@ class Client:
             servers: By shard: the rank that serves it. Empty: this rank is no worker, and makes no calls.
             steps_are_atomic: A step ends when all earlier requests were answered, and not before. So if one shard knows
                 that a step has ended, all shards have all of its pushes.
+            filter_: Says which keys of a push are sent now; ``None``: all are.
         """
         self.clock = 0
         self.staleness: Counter[int] = Counter()
@@ -155,13 +203,14 @@ class Client:
         self._again: list[tuple[int, Message]] = []
         #: Calls that servers have refused. At most ``WINDOW`` of those whose errors the program was not told are kept.
         self._failed: list[Call] = []
-        self._residual = None if spec.codec is None else Residual(spec.codec, layout.num_keys, spec.width)
+        self._filter, self.withheld = filter_, 0
+        self._residual: Residual | None = None
+        if spec.codec is not None or filter_ is not None:
+            self._residual = Residual(layout.num_keys, spec.width, spec.dtype, spec.codec)
 
     # --------------------------------------------------------------------------------------------------------- calls
 
-    def on_keys(
-        self, kind: Kind, keys: Array, values: Array | None, out: Array | None, lr: float | None = None
-    ) -> Call:
+    def on_keys(self, kind: Kind, keys: Array, values: Array | None, out: Array | None, manner: Manner = PLAIN) -> Call:
         """Push to or pull listed keys. Arrays must not change before the call is done.
 
         Args:
@@ -169,10 +218,11 @@ class Client:
             keys: Integers, one-dimensional, ascending, each once.
             values: What is pushed, of shape (n, width), or (n,) if the width is 1; contiguous.
             out: Takes what is pulled; likewise, and writable.
-            lr: The learning rate of the push; ``None``: that of the optimizer.
+            manner: How it is pushed.
 
         Raises:
-            ConfigurationError: The arrays are not like that. Nothing is sent.
+            ConfigurationError: The arrays are not like that, or have values that the codec cannot encode; or the filter
+                does not return what it must. Nothing is sent.
         """
         keys, spec = np.asarray(keys), self._spec
         if keys.ndim != 1 or keys.dtype.kind not in "iu":
@@ -185,32 +235,119 @@ class Client:
                 f"{spec.num_keys - 1}. numpy.unique sorts them; add what is pushed for one key twice"
             )
         values, out = self._rows("values", values, keys.size), self._rows("out", out, keys.size)
+        self._check_push(kind, values, manner)
         wire = np.ascontiguousarray(keys, spec.key_dtype)
-        pieces = (
-            (shard, places)
-            for shard, positions in self._layout.split_keys(wire)
-            for places in cut_positions(positions, spec.keys_max)
-        )
-        return self._call(kind, pieces if keys.size else (), wire, values, out, lr)
+        if values is not None and self._filter is not None and manner.may_change(kind):
+            return self._push_selected(wire, values, self._pieces_of(wire), wire, out, manner)
+        return self._call(kind, self._pieces_of(wire), wire, values, out, manner)
 
     def on_range(
-        self, kind: Kind, begin: int, end: int, values: Array | None, out: Array | None, lr: float | None = None
+        self, kind: Kind, begin: int, end: int, values: Array | None, out: Array | None, manner: Manner = PLAIN
     ) -> Call:
-        """Push to or pull all keys of ``[begin, end)``; other arguments and errors as for ``on_keys``.
-
-        With a codec, values that it cannot encode are a ``ConfigurationError``, too.
-        """
+        """Push to or pull all keys of ``[begin, end)``; other arguments and errors as for ``on_keys``."""
         if not 0 <= begin <= end <= self._spec.num_keys:
             raise ConfigurationError(f"keys from {begin} to {end} are no range of {self._spec.num_keys} keys")
         values, out = self._rows("values", values, end - begin), self._rows("out", out, end - begin)
-        if values is not None and self._residual is not None and kind is not Kind.ASSIGN:
-            self._residual.check(values)
+        self._check_push(kind, values, manner)
         pieces = (
             (shard, places)
             for shard, parts in self._layout.split_range(begin, end)
             for places in cut_parts(parts, begin, self._spec.keys_max)
         )
-        return self._call(kind, pieces, None, values, out, lr)
+        if values is not None and self._filter is not None and manner.may_change(kind):
+            keys = np.arange(begin, end, dtype=self._spec.key_dtype)
+            return self._push_selected(keys, values, pieces, None, out, manner)
+        return self._call(kind, pieces, None, values, out, manner)
+
+    def _pieces_of(self, keys: Array) -> Iterable[tuple[int, Places]]:
+        """Return the shards and the pieces of a list of keys."""
+        if not keys.size:
+            return ()
+        return (
+            (shard, places)
+            for shard, positions in self._layout.split_keys(keys)
+            for places in cut_positions(positions, self._spec.keys_max)
+        )
+
+    def _check_push(self, kind: Kind, values: Array | None, manner: Manner) -> None:
+        """Raise ``ConfigurationError`` if values cannot be pushed like that."""
+        if values is None:
+            return
+        if manner.is_held and self._filter is not None and manner.may_change(kind):
+            raise ConfigurationError("held=True needs exact=True where a filter may withhold what is pushed")
+        if self._spec.codec is not None and manner.may_change(kind):
+            assert self._residual is not None
+            self._residual.check(values)
+            if self._made["held"] and not manner.is_held:
+                raise ConfigurationError(
+                    "with a codec, pushes behind one with held=True have held=True, too, until clock() or withdraw()"
+                )
+        self._made["held"] += manner.is_held
+
+    def _push_selected(
+        self,
+        keys: Array,
+        values: Array,
+        pieces: Iterable[tuple[int, Places]],
+        listed: Array | None,
+        out: Array | None,
+        manner: Manner,
+    ) -> Call:
+        """Push those of some keys that the filter selects, and pull all of them if there is ``out``.
+
+        Args:
+            keys: The keys.
+            values: What the program pushes.
+            pieces: Of all the keys.
+            listed: ``keys``, if ``pieces`` are of a list.
+            out: Takes what is pulled.
+            manner: How it is pushed.
+        """
+        assert self._filter is not None
+        assert self._residual is not None
+        if self._has_finished:
+            return self._call(Kind.PUSH if out is None else Kind.PUSH_PULL, pieces, listed, values, out, manner)
+        residual, pieces = self._residual.values, list(pieces)
+        added = residual[keys]
+        total = added + values
+        selected = selected_by(self._filter, keys, total, self.clock)
+        self.withheld += keys.size - int(np.count_nonzero(selected))
+        residual[keys] = np.where(selected[:, None], 0, total)
+        if selected.all():
+            call = self._call(Kind.PUSH, pieces, listed, total, None, manner, added=added)
+        else:
+            sent = np.ascontiguousarray(keys[selected])
+            call = self._call(
+                Kind.PUSH, self._pieces_of(sent), sent, total[selected], None, manner, added=added[selected]
+            )
+        return call if out is None else self._call(Kind.PULL, pieces, listed, None, out, call=call)
+
+    def push_withheld(self, manner: Manner = PLAIN) -> Call:
+        """Push everything that codes have not expressed and the filter has withheld, as it is.
+
+        Earlier pushes were sent: what is not sent yet may leave something behind again.
+        """
+        if self._residual is None or self._has_finished:
+            return Call(self.clock)
+        keys, values = self._residual.withheld()
+        self._residual.values[keys] = 0
+        keys = keys.astype(self._spec.key_dtype)
+        manner = replace(manner, is_exact=True)
+        return self._call(Kind.PUSH, self._pieces_of(keys), keys, values, None, manner, added=values)
+
+    def withdraw(self) -> Call:
+        """Take back what was pushed to be held in this step; the call is done when all servers know it."""
+        call = Call(self.clock, self._next)
+        if self._has_finished:
+            return call
+        self._made["held"] = 0
+        for lane in self._lanes.values():
+            is_taken_back = [each.manner.is_held and each.call.clock == self.clock for each in lane.unsent]
+            for request, is_gone in zip(lane.unsent, is_taken_back, strict=True):
+                request.call.pending -= is_gone
+            kept = [each for each, is_gone in zip(lane.unsent, is_taken_back, strict=True) if not is_gone]
+            lane.unsent = deque(kept)
+        return self._call(Kind.WITHDRAW, ((shard, None) for shard in self._lanes), None, None, None, call=call)
 
     def prepare_save(self) -> None:
         """Note that the program has come to its steps; raise what ``save`` raises if it cannot be called now."""
@@ -280,10 +417,14 @@ class Client:
         keys: Array | None,
         values: Array | None,
         out: Array | None,
-        lr: float | None = None,
+        manner: Manner = PLAIN,
+        *,
+        added: Array | None = None,
         mark: int | None = None,
+        call: Call | None = None,
     ) -> Call:
-        call = Call(self.clock, self._next)
+        """Make the requests of a call, or further requests of ``call``."""
+        call = Call(self.clock, self._next) if call is None else call
         if self._has_finished and kind.pushes:
             if not kind.pulls:
                 return call
@@ -291,7 +432,7 @@ class Client:
         for shard, places in pieces:
             num_bytes = 0 if places is None else places.count * self._spec.width * self._spec.dtype.itemsize
             mine = self._mark(kind) if mark is None else mark
-            request = _Request(call, kind, self._next, mine, num_bytes, lr, places, keys, values, out)
+            request = _Request(call, kind, self._next, mine, num_bytes, manner, places, keys, values, added, out)
             self._lanes[shard].unsent.append(request)
             self._next += 1
             call.pending += 1
@@ -303,7 +444,7 @@ class Client:
             return FINISHED
         if kind is Kind.CLOCK:
             return mark_of(self.clock, -1)
-        if not kind.pushes:
+        if not (kind.pushes or kind is Kind.WITHDRAW):
             return -1
         self._made["push"] += 1
         self._made["mark"] += 1
@@ -481,7 +622,7 @@ class Client:
 
     def _send(self, shard: int, lane: _Lane, request: _Request) -> Message:
         """Make the message of a request that is sent for the first time."""
-        places, values, keys, clock = request.places, None, None, request.call.clock
+        places, values, keys, clock, manner = request.places, None, None, request.call.clock, request.manner
         if request.values is not None:
             values = request.values if places is None else places.take(request.values).reshape(-1)
         header = Header(
@@ -490,12 +631,16 @@ class Client:
             previous=lane.last,
             mark=request.mark,
             clock=clock,
-            lr=NO_RATE if request.lr is None else request.lr,
+            lr=NO_RATE if manner.lr is None else manner.lr,
+            is_coded=self._spec.codec is not None and manner.may_change(request.kind),
+            is_held=manner.is_held,
         )
+        if header.is_coded and values is not None:
+            values = self._encode(lane, request, values)
+        if request.kind in (Kind.CLOCK, Kind.FINISH, Kind.WITHDRAW):
+            self._forget_held(lane, is_withdrawn=request.kind is Kind.WITHDRAW)
         if places is not None and request.keys is None:
             header = replace(header, form=Form.RANGE, begin=places.begin, end=places.end)
-            if values is not None and self._residual is not None and self._spec.is_coded(header):
-                values = self._residual.encode(places, values, seed_of(request.number, self._rank))
         elif places is not None and request.keys is not None:
             keys = places.take(request.keys)
             header = replace(header, form=Form.LIST, end=places.count, digest=digest_of(keys))
@@ -506,6 +651,21 @@ class Client:
         lane.unanswered[request.number] = request
         lane.unanswered_bytes += request.num_bytes
         return self._as_sent(lane, request)
+
+    def _encode(self, lane: _Lane, request: _Request, values: Array) -> Array:
+        """Return the code of what a request pushes. If it is held, keep what the residual was before."""
+        assert self._residual is not None
+        places = request.in_table
+        if request.manner.is_held:
+            lane.held.append((places, places.take(self._residual.values).copy()))
+        return self._residual.encode(places, values, seed_of(request.number, self._rank))
+
+    def _forget_held(self, lane: _Lane, *, is_withdrawn: bool) -> None:
+        """Note that a step ends, or that what was held in it is withdrawn: the residual is then as it was before."""
+        if is_withdrawn and self._residual is not None:
+            for places, before in reversed(lane.held):
+                places.put(self._residual.values, before)
+        lane.held.clear()
 
     def _as_sent(self, lane: _Lane, request: _Request) -> Message:
         """Return the message of a request: with a digest for a list of keys that the server knows."""
@@ -527,10 +687,14 @@ class Client:
             call.error = error
             self._failed = [*[each for each in self._failed if not each.is_reported][: WINDOW - 1], call]
         assert message is not None
-        if self._residual is not None and request.values is not None and self._spec.is_coded(message.header):
-            assert request.places is not None
+        if self._residual is None or request.values is None or request.places is None:
+            return
+        if message.header.is_coded:
             assert message.values is not None
-            self._residual.take_back(request.places, request.places.take(request.values).reshape(-1), message.values)
+            values = request.places.take(request.values).reshape(-1)
+            self._residual.take_back(request.in_table, values, message.values)
+        if request.added is not None:
+            self._residual.add(request.in_table, request.places.take(request.added))
 
     def _take_values(self, server: int, request: _Request, message: Message) -> None:
         expected = 0
@@ -545,6 +709,8 @@ class Client:
         memory = request.places.memory(request.out)
         if memory is None or memory.ctypes.data != values.ctypes.data:  # else they were received in place
             request.places.put(request.out, values.reshape(-1, self._spec.width))
+        if self._filter is not None and self._filter.watches_pulls:
+            self._filter.pulled(request.listed, values.reshape(-1, self._spec.width))
         if request.call.clock == FINISHED:
             return
         staleness = max(0, request.call.clock - message.header.clock)

@@ -25,6 +25,7 @@ from totalreduce.server.announcements import announce
 from totalreduce.server.client import Client
 from totalreduce.server.clocks import Consistency
 from totalreduce.server.connection import Connection
+from totalreduce.server.filters import Filter
 from totalreduce.server.handover import Holdings
 from totalreduce.server.layout import Layout
 from totalreduce.server.messages import WINDOW, Spec
@@ -61,6 +62,7 @@ def connect(
     shards: int | None = None,
     replicas: int = 1,
     codec: Codec | None = None,
+    filter: Filter | None = None,  # noqa: A002  (the name in the literature)
     initial: Initial = 0.0,
     restore: str | Path | None = None,
     timeout_s: float | None = None,
@@ -85,7 +87,9 @@ def connect(
             spread over several others.
         replicas: The number of servers that hold each shard. With more than one, a push is done when all of them have
             carried it out. Without ``--on-loss`` it is 1.
-        codec: Encodes what is pushed to ranges of keys, float32 only, with error feedback.
+        codec: Encodes what is pushed, float32 only, with error feedback.
+        filter: Says which keys of each push this worker sends now; the others are added to its next push of them. Each
+            rank passes an object of its own, which may differ from the others. Not with ``--on-loss``.
         initial: The value with which all begin; or a function from keys, int64 of shape (n,), to values of shape
             (n, width). Functions are not compared between ranks, and not sent to ranks that only serve.
         restore: A folder in which ``Connection.save`` has written: values, the state of the optimizer and the workers'
@@ -100,6 +104,13 @@ def connect(
     """
     whole = group if group.with_servers is None else group.with_servers
     in_job = group.formation is not None
+    if filter is not None and not isinstance(filter, Filter):
+        raise ConfigurationError(f"filter is None or a tr.ps.Filter, not {filter!r}")
+    if filter is not None and in_job:
+        raise ConfigurationError(
+            "filter is not supported with --on-loss: a worker that is run again has lost what was withheld, and would "
+            "not make the pushes of the lost one"
+        )
     if in_job and whole.operations.closed:
         raise ConfigurationError("with --on-loss, a job has one connection to one parameter server")
 
@@ -136,11 +147,17 @@ def connect(
     setup, sent = agree_or_refuse(group.control, name, make, lambda made: made[0].describe())
     if sent and group.rank == 0:
         announce(whole, group.world_size, sent)
-    return begin_in_group(whole if sent else group, setup, patience_s)
+    return begin_in_group(whole if sent else group, setup, patience_s, filter)
 
 
-def begin_in_group(group: Group, setup: Setup, timeout_s: float) -> Connection:
+def begin_in_group(group: Group, setup: Setup, timeout_s: float, filter_: Filter | None = None) -> Connection:
     """Begin a parameter server that the loss of a rank ends. Collective; all ranks have this setup.
+
+    Args:
+        group: Workers and servers.
+        setup: The settings.
+        timeout_s: Deadline of waits that name none.
+        filter_: That of this rank's worker.
 
     Raises:
         ConfigurationError: A table cannot be made. The other ranks raise ``PlanMismatchError``.
@@ -159,7 +176,7 @@ def begin_in_group(group: Group, setup: Setup, timeout_s: float) -> Connection:
     heads = {shard: chain[0] for shard, chain in chains.items()}
     place = Epoch(own, tuple(range(group.world_size)), heads, (parts.clock,) * setup.workers)
     run = own.broadcast_object(uuid4().hex if own.rank == 0 else None)
-    connection = parts.connect(place, timeout_s, Origin(run, setup.restore, parts.clock))
+    connection = parts.connect(place, timeout_s, Origin(run, setup.restore, parts.clock), filter_=filter_)
     group.at_close(connection.end)
     return connection
 
@@ -254,11 +271,20 @@ class _Parts:
         write = partial(write_shard, about=about, place=self.shards.index(shard), count=len(self.shards))
         return Shard(self._rank, table, spec, setup.consistency, setup.workers, clock=clock, write=write)
 
-    def connect(self, place: Epoch, timeout_s: float, origin: Origin, renewal: Renewal | None = None) -> Connection:
-        """Return the connection. The arguments are those of ``Connection``."""
+    def connect(
+        self,
+        place: Epoch,
+        timeout_s: float,
+        origin: Origin,
+        renewal: Renewal | None = None,
+        filter_: Filter | None = None,
+    ) -> Connection:
+        """Return the connection. The arguments are those of ``Connection`` and ``Client``."""
         setup, rank = self._setup, self._rank
         heads = place.servers if rank < setup.workers else {}
-        client = Client(rank, self._layout, self.spec, heads, steps_are_atomic=renewal is not None)
+        if filter_ is not None:
+            filter_.begin(setup.num_keys, setup.width)
+        client = Client(*(rank, self._layout, self.spec, heads), steps_are_atomic=renewal is not None, filter_=filter_)
         client.begin_epoch(place.servers, place.clock_of(rank), is_restored=setup.restore is not None)
         return Connection(
             *(place, self._name, client, self.server, self.spec),

@@ -35,7 +35,7 @@ from totalreduce.foundation.forking import HomeProcess
 from totalreduce.kernels.arrays import Array
 from totalreduce.recovery.forming import ended_early
 from totalreduce.server.arguments import Keys, Values, array_of, keys_of, readable
-from totalreduce.server.client import Call, Client
+from totalreduce.server.client import PLAIN, Call, Client, Manner
 from totalreduce.server.messages import Header, Kind, Message, Spec
 from totalreduce.server.messenger import Messenger
 from totalreduce.server.renewal import Epoch, Renewal
@@ -64,6 +64,7 @@ class ServerStatistics:
         unknown_lists: How often a server did not know the list of a digest.
         updates: The number of requests whose pushes this rank's server has applied; under ``Sequential`` they are
             applied when the step ends.
+        withheld: How often the filter has withheld a key.
     """
 
     bytes_sent: int
@@ -74,6 +75,7 @@ class ServerStatistics:
     digests: int
     unknown_lists: int
     updates: int
+    withheld: int = 0
 
 
 @final
@@ -207,7 +209,9 @@ class Connection:
 
     # --------------------------------------------------------------------------------------------------------- calls
 
-    def push(self, keys: Keys, values: Values, *, lr: float | None = None) -> Ticket:
+    def push(
+        self, keys: Keys, values: Values, *, lr: float | None = None, held: bool = False, exact: bool = False
+    ) -> Ticket:
         """Push updates of keys to their servers; return at once.
 
         Args:
@@ -216,14 +220,19 @@ class Connection:
                 can be written is not copied, unless it has keys of several servers.
             lr: The learning rate of this update; ``None``: that of the optimizer. Where a rule takes the mean
                 of a step, that of the first rank counts.
+            held: Servers keep the update until this worker's step ends (``clock``); until then ``withdraw`` takes it
+                back. A server keeps as many bytes of a worker as it has values, or the ``buffer_bytes`` of
+                ``Sequential``; it refuses more. With a codec, all pushes behind it in the step are held, too.
+            exact: Neither the codec nor the filter has a part in it.
 
         Raises:
-            ConfigurationError: The arrays are not like that, or have values that the codec cannot encode. Nothing is
-                sent. So with all calls. Or another operation uses the memory: then the connection has failed.
+            ConfigurationError: The arrays are not like that, or have values that the codec cannot encode; or the filter
+                would have a part in what is held. Nothing is sent. So with all calls. Or another operation uses the
+                memory: then the connection has failed.
             PeerLost: A rank was lost.
             GroupClosed: The connection or the group was closed.
         """
-        return self._start(Kind.PUSH, keys, values, None, lr)
+        return self._start(Kind.PUSH, keys, values, None, Manner(lr, held, exact))
 
     def pull(self, keys: Keys, out: Values) -> Ticket:
         """Copy the values of keys into ``out``, which is contiguous; return at once. Arguments as for ``push``."""
@@ -239,9 +248,18 @@ class Connection:
             raise ConfigurationError("values and out of push_pull share memory")
         return self._start(Kind.PUSH_PULL, keys, values, out)
 
-    def push_range(self, begin: int, end: int, values: Values, *, lr: float | None = None) -> Ticket:
-        """Push updates of all keys from ``begin`` to ``end`` - 1."""
-        return self.push(slice(begin, end), values, lr=lr)
+    def push_range(
+        self,
+        begin: int,
+        end: int,
+        values: Values,
+        *,
+        lr: float | None = None,
+        held: bool = False,
+        exact: bool = False,
+    ) -> Ticket:
+        """Push updates of all keys from ``begin`` to ``end`` - 1; other arguments as for ``push``."""
+        return self.push(slice(begin, end), values, lr=lr, held=held, exact=exact)
 
     def pull_range(self, begin: int, end: int, out: Values) -> Ticket:
         """Pull all keys from ``begin`` to ``end`` - 1."""
@@ -251,11 +269,34 @@ class Connection:
         """Push and pull all keys from ``begin`` to ``end`` - 1."""
         return self.push_pull(slice(begin, end), values, out)
 
+    def withdraw(self) -> Ticket:
+        """Take back what this worker has pushed with ``held=True`` in this step; return at once.
+
+        Servers drop it, and with a codec the residuals of these keys are as they were before. What was not sent yet is
+        not sent. The memory of the values is free when the tickets of their pushes are done.
+        """
+        with self._lock:
+            self._check_open()
+            return self._submit(self._client.withdraw())
+
+    def push_withheld(self, *, lr: float | None = None) -> Ticket:
+        """Push all that the codec has not expressed and the filter has withheld, exactly; return at once.
+
+        Wait for the tickets of earlier pushes before, because what was not sent yet may leave something behind again.
+        ``lr``: as for ``push``.
+        """
+        if lr is not None:
+            self._check_rate(lr)
+        with self._lock:
+            self._check_open()
+            return self._submit(self._client.push_withheld(Manner(lr)))
+
     def assign(self, keys: Keys, values: Values) -> Ticket:
         """Set the values of keys; return at once. Arguments as for ``push``.
 
-        The optimizer and the codec have no part in it, and the optimizer's state stays. Under ``Sequential`` the values
-        are set when the step ends, before what was pushed in it is applied if the rule takes means.
+        The optimizer, the codec and the filter have no part in it, and the optimizer's state stays. Under
+        ``Sequential`` the values are set when the step ends, before what was pushed in it is applied if the rule takes
+        means.
         """
         return self._start(Kind.ASSIGN, keys, values, None)
 
@@ -373,6 +414,7 @@ class Connection:
                 digests=lists["digest"],
                 unknown_lists=lists["unknown"],
                 updates=self._updates if self._server is None else self._server.version,
+                withheld=self._client.withheld,
             )
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -453,10 +495,10 @@ class Connection:
         raise DeadlineExceededError(f"servers have not answered a call within {patience_s:g} s")
 
     def _start(
-        self, kind: Kind, keys: Keys, values: Values | None, out: Values | None, lr: float | None = None
+        self, kind: Kind, keys: Keys, values: Values | None, out: Values | None, manner: Manner = PLAIN
     ) -> Ticket:
-        if lr is not None:
-            self._check_rate(lr)
+        if manner.lr is not None:
+            self._check_rate(manner.lr)
         pushed = None if values is None else readable(array_of("values", values))
         pulled = None if out is None else array_of("out", out)
         with self._lock:
@@ -466,8 +508,8 @@ class Connection:
                     raise ConfigurationError(f"keys are slice(begin, end), not {keys}")
                 begin = 0 if keys.start is None else checks.integer("begin", keys.start)
                 end = checks.integer("end", keys.stop)
-                return self._submit(self._client.on_range(kind, begin, end, pushed, pulled, lr))
-            return self._submit(self._client.on_keys(kind, readable(keys_of(keys)), pushed, pulled, lr))
+                return self._submit(self._client.on_range(kind, begin, end, pushed, pulled, manner))
+            return self._submit(self._client.on_keys(kind, readable(keys_of(keys)), pushed, pulled, manner))
 
     def _submit(self, call: Call) -> Ticket:
         self._flush()

@@ -10,7 +10,7 @@ import hashlib
 import math
 import struct
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, Final, Generic, TypeVar, final
 
@@ -36,7 +36,7 @@ __all__ = [
     "mark_of",
 ]
 
-_VERSION: Final = 3
+_VERSION: Final = 4
 #: A request and an answer have at most so many bytes of keys, and of values.
 _PIECE_BYTES_MAX: Final = 1024 * 1024
 #: In place of a learning rate: that of the optimizer.
@@ -52,8 +52,12 @@ _LIST_OVERHEAD: Final = 512
 #: The longest text or list of workers in an answer, in bytes.
 _NOTE_BYTES_MAX: Final = 1024
 
-#: Version, kind, form, table, shard, origin, number, previous, mark, clock, begin, end, bytes of values, digest, rate.
-HEADER = struct.Struct("<HBBIiiqqqqqqQ16sd")
+#: Version, kind, form, flags, table, shard, origin, number, previous, mark, clock, begin, end, bytes of values, digest,
+#: rate.
+HEADER = struct.Struct("<HBBBIiiqqqqqqQ16sd")
+#: The flags of a header.
+_CODED: Final = 1
+_HELD: Final = 2
 
 
 class Kind(IntEnum):
@@ -67,13 +71,14 @@ class Kind(IntEnum):
     MEET = 6  #: The worker waits for all workers to come to its clock.
     ASSIGN = 7  #: Sets values, without the optimizer and without a codec.
     SAVE = 8  #: The shard is to be written to disk, as it is when all workers have come to their requests of this kind.
-    DONE = 9  #: The answer to any of these, with the values of a pull.
+    WITHDRAW = 9  #: Drops what the worker has pushed to be held in this step.
+    DONE = 10  #: The answer to any of these, with the values of a pull.
     #: The server does not know this list of keys. The worker sends this request and all later ones again.
-    UNKNOWN_LIST = 10
-    WAITING = 11  #: The request waits for workers, which are listed with their clocks.
-    REFUSED = 12  #: Nothing of the request was applied; a text says why.
-    GOODBYE = 13  #: The rank sends nothing more.
-    REPLICATED = 14  #: The next server of a chain, and all behind it, have carried out what was passed on.
+    UNKNOWN_LIST = 11
+    WAITING = 12  #: The request waits for workers, which are listed with their clocks.
+    REFUSED = 13  #: Nothing of the request was applied; a text says why.
+    GOODBYE = 14  #: The rank sends nothing more.
+    REPLICATED = 15  #: The next server of a chain, and all behind it, have carried out what was passed on.
 
     @property
     def pushes(self) -> bool:
@@ -88,7 +93,7 @@ class Kind(IntEnum):
     @property
     def is_request(self) -> bool:
         """Whether a worker sends it to a server."""
-        return self <= Kind.SAVE
+        return self <= Kind.WITHDRAW
 
 
 class Form(IntEnum):
@@ -121,6 +126,8 @@ class Header:
         value_bytes: The size of values, code, text or list of workers, in bytes.
         digest: Of the list of keys.
         lr: The learning rate of a push; ``NO_RATE``: that of the optimizer.
+        is_coded: Whether the values of a push are a code.
+        is_held: Whether a push counts only when the worker's step ends, and can be withdrawn until then.
     """
 
     kind: Kind
@@ -136,6 +143,8 @@ class Header:
     value_bytes: int = 0
     digest: bytes = bytes(16)
     lr: float = NO_RATE
+    is_coded: bool = False
+    is_held: bool = False
 
 
 @final
@@ -169,7 +178,7 @@ class Spec:
         num_keys: Keys are the integers from 0 to ``num_keys`` - 1.
         width: The number of values of a key.
         dtype: The type of the values.
-        codec: Encodes what is pushed to ranges; ``None``: nothing does.
+        codec: Encodes what is pushed; ``None``: nothing does.
         table: A number that distinguishes this table from others with other settings.
     """
 
@@ -202,6 +211,7 @@ class Spec:
             _VERSION,
             header.kind,
             header.form,
+            _CODED * header.is_coded + _HELD * header.is_held,
             self.table,
             header.shard,
             header.origin,
@@ -224,7 +234,7 @@ class Spec:
         """
         if len(data) != HEADER.size:
             raise ProtocolError(f"a header has {len(data)} bytes where {HEADER.size} are expected")
-        version, kind_number, form_number, table, *fields = HEADER.unpack(data)
+        version, kind_number, form_number, flags, table, *numbers = HEADER.unpack(data)
         if version != _VERSION:
             raise ProtocolError(f"a message of version {version} where version {_VERSION} is expected")
         if table != self.table:
@@ -235,7 +245,9 @@ class Spec:
             kind, form = Kind(kind_number), Form(form_number)
         except ValueError as error:
             raise ProtocolError(f"a message of an unknown kind or form: {error}") from None
-        header = Header(kind, form, *fields)
+        if flags & ~(_CODED | _HELD):
+            raise ProtocolError(f"a header with the flags {flags:#x}")
+        header = replace(Header(kind, form, *numbers), is_coded=bool(flags & _CODED), is_held=bool(flags & _HELD))
         self._check(header)
         return header
 
@@ -246,12 +258,7 @@ class Spec:
     def value_dtype(self, header: Header) -> np.dtype[Any]:
         """Return the type of the values that follow a header."""
         is_text = header.kind is Kind.SAVE or header.kind > Kind.DONE
-        return np.dtype(np.uint8) if is_text or self.is_coded(header) else self.dtype
-
-    def is_coded(self, header: Header) -> bool:
-        """Return whether the values of a request are a code."""
-        pushes = header.kind in (Kind.PUSH, Kind.PUSH_PULL)
-        return pushes and header.form is Form.RANGE and self.codec is not None
+        return np.dtype(np.uint8) if is_text or header.is_coded else self.dtype
 
     def _check(self, header: Header) -> None:
         kind, form, begin, end, size = header.kind, header.form, header.begin, header.end, header.value_bytes
@@ -263,8 +270,11 @@ class Spec:
             if not 1 <= end <= self.keys_max:
                 raise ProtocolError(f"a list of {end} keys, where 1 to {self.keys_max} are allowed")
             expected = end * self.width * self.dtype.itemsize if kind.pushes else 0
-            if size != expected:
+            if size != expected and not header.is_coded:
                 raise ProtocolError(f"{size} bytes of values for {end} keys, where {expected} are expected")
+        updates = kind in (Kind.PUSH, Kind.PUSH_PULL)
+        if (header.is_coded and not (updates and self.codec is not None)) or (header.is_held and not updates):
+            raise ProtocolError(f"a message of kind {kind.name} cannot have a code, or values that are held")
         has_values = kind.pushes or kind in (Kind.SAVE, Kind.DONE, Kind.WAITING, Kind.REFUSED)
         if size > (self.value_bytes_max if has_values else 0) or size % self.value_dtype(header).itemsize:
             raise ProtocolError(f"{size} bytes of values in a message of kind {kind.name}")
@@ -272,7 +282,8 @@ class Spec:
             raise ProtocolError(f"a message with a learning rate of {header.lr}")
         if (header.kind.is_request and header.number < 0) or header.clock < 0:
             raise ProtocolError(f"a request with number {header.number} and clock {header.clock}")
-        if (kind.pushes or kind in (Kind.CLOCK, Kind.FINISH, Kind.SAVE)) and header.mark < 0:
+        marked = (Kind.CLOCK, Kind.FINISH, Kind.SAVE, Kind.WITHDRAW)
+        if (kind.pushes or kind in marked) and header.mark < 0:
             raise ProtocolError(f"a request of kind {kind.name} without a mark")
 
 

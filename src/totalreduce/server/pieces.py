@@ -39,9 +39,19 @@ class Places:
             assert positions is not None
             self.count = len(positions)
 
-    def in_table(self) -> Places:
-        """Return the rows of the same keys in an array with a row for each key of the table."""
-        return Places(None, self._parts)
+    def in_table(self, keys: Array | None) -> Places:
+        """Return the rows of the same keys in an array with a row for each key of the table.
+
+        Args:
+            keys: The list of which these are positions; ``None``: they are parts of a range.
+        """
+        return Places(None, self._parts) if keys is None else Places(self.take(keys))
+
+    @property
+    def listed(self) -> Array:
+        """The keys of parts of a range, int64."""
+        assert self._parts is not None
+        return np.concatenate([np.arange(begin, end) for begin, end in self._parts])
 
     def take(self, rows: Array) -> Array:
         """Return the rows, without a copy if they lie together."""

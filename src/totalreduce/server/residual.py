@@ -1,8 +1,8 @@
-"""Error feedback of a worker: codes of what it pushes to ranges, and what these codes have not expressed."""
+"""Error feedback of a worker: what codes have not expressed of its pushes, and what its filter has withheld."""
 
 from __future__ import annotations
 
-from typing import final
+from typing import Any, final
 
 import numpy as np
 
@@ -17,28 +17,31 @@ __all__ = ["Residual"]
 
 @final
 class Residual:
-    """What codes of earlier pushes have not expressed. It is added to the next push of the same keys.
+    """What earlier pushes of a worker have not brought to servers. It is added to the next push of the same keys.
+
+    All ``places`` are rows of the table (``Places.in_table``).
 
     Attributes:
-        values: float32 of shape (num_keys, width). Memory of zeros is not taken before it is used.
+        codec: The codec, if there is one.
+        values: Of shape (num_keys, width). Memory of zeros is not taken before it is used.
     """
 
-    def __init__(self, codec: Codec, num_keys: int, width: int) -> None:
-        self._codec = codec
-        self.values: Array = np.zeros((num_keys, width), np.float32)
+    def __init__(self, num_keys: int, width: int, dtype: np.dtype[Any], codec: Codec | None) -> None:
+        self.codec = codec
+        self.values: Array = np.zeros((num_keys, width), dtype)
 
     def check(self, values: Array) -> None:
         """Raise ``ConfigurationError`` if some of these values cannot be encoded."""
-        if not quantisation.within_limit(values.reshape(-1)):
+        if self.codec is not None and not quantisation.within_limit(values.reshape(-1)):
             raise ConfigurationError("what is pushed has values that are not finite, or too large to encode")
 
     def encode(self, places: Places, values: Array, seed: int) -> Array:
         """Return the code of values, one-dimensional, which were checked, and of the residual of their keys."""
-        places = places.in_table()
+        assert self.codec is not None
         total = places.take(self.values).reshape(-1) + values
         np.clip(total, -quantisation.LIMIT, quantisation.LIMIT, out=total)  # the sum may be too large to encode
-        code = np.zeros(self._codec.bytes_max(total.size), np.uint8)
-        size = self._codec.encode(total, code, seed=seed, keeps=True)
+        code = np.zeros(self.codec.bytes_max(total.size), np.uint8)
+        size = self.codec.encode(total, code, seed=seed, keeps=True)
         if size == TOO_LARGE:
             raise ConfigurationError("values of a push were changed to numbers that are not finite before it was done")
         places.put(self.values, total.reshape(-1, self.values.shape[1]))
@@ -46,8 +49,17 @@ class Residual:
 
     def take_back(self, places: Places, values: Array, code: Array) -> None:
         """Undo ``encode``: the server has not applied this code of these values."""
-        places = places.in_table()
+        assert self.codec is not None
         change = np.empty(values.size, np.float32)
-        self._codec.decode(code, change)
+        self.codec.decode(code, change)
         change -= values
-        places.put(self.values, places.take(self.values) + change.reshape(-1, self.values.shape[1]))
+        self.add(places, change.reshape(-1, self.values.shape[1]))
+
+    def add(self, places: Places, values: Array) -> None:
+        """Add values, of shape (count, width)."""
+        places.put(self.values, places.take(self.values) + values)
+
+    def withheld(self) -> tuple[Array, Array]:
+        """Return the keys whose residual is not zero, int64, and a copy of their residuals, of shape (n, width)."""
+        keys = np.flatnonzero(self.values.any(axis=1))
+        return keys, self.values[keys]

@@ -167,7 +167,8 @@ class Server:
     def _pass_on(self, copy: _Copy, worker: int, change: Request) -> Message:
         """Note a change that is passed on, and return its message: with a digest for a list that is known there."""
         message, rows = change.message, change.rows
-        kind = Kind.PUSH if message.header.kind.pushes else message.header.kind
+        # The servers behind answer no pull.
+        kind = Kind.PUSH if message.header.kind is Kind.PUSH_PULL else message.header.kind
         header = replace(message.header, kind=kind, origin=worker)
         keys = message.keys
         if header.form in (Form.LIST, Form.DIGEST):

@@ -94,7 +94,7 @@ class Reply:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kept:
-    """What a worker has pushed in this step, for the end of the step.
+    """What a worker has pushed in this step, for the end of the step: of its own one, or of that of all workers.
 
     Attributes:
         worker: The worker.
@@ -102,6 +102,7 @@ class _Kept:
         values: What it has pushed.
         assigns: Whether the values are set, without the optimizer.
         lr: The learning rate, or ``NO_RATE``.
+        is_held: Whether it counts only when the worker ends its step, and can be withdrawn until then.
     """
 
     worker: int
@@ -109,6 +110,7 @@ class _Kept:
     values: Array
     assigns: bool
     lr: float
+    is_held: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -278,7 +280,10 @@ class Shard:
             "unsaved": [list(stream.unsaved) for stream in self._streams],
             "step": self._step,
             "kept": [
-                (each.worker, each.assigns, each.lr, each.values, each.rows.count, each.rows.begin, each.rows.listed)
+                (
+                    *(each.worker, each.assigns, each.is_held, each.lr, each.values),
+                    *(each.rows.count, each.rows.begin, each.rows.listed),
+                )
                 for each in self._kept
             ],
         }
@@ -289,13 +294,13 @@ class Shard:
         self.clocks = RangeClocks(len(self.table.ranges), len(self._streams), state["clocks"])
         self._applied, self._step = list(state["applied"]), state["step"]
         self._kept = [
-            _Kept(worker, Rows(count, begin, listed, np.empty(0, np.int64)), values, assigns, lr)
-            for worker, assigns, lr, values, count, begin, listed in state["kept"]
+            _Kept(worker, Rows(count, begin, listed, np.empty(0, np.int64)), values, assigns, lr, is_held)
+            for worker, assigns, is_held, lr, values, count, begin, listed in state["kept"]
         ]
+        self._count_kept()
         for worker, stream in enumerate(self._streams):
             stream.refused.extend(state["refused"][worker])
             stream.unsaved.extend((mark, text) for mark, text in state["unsaved"][worker])
-            stream.kept_bytes = sum(each.num_bytes for each in self._kept if each.worker == worker)
 
     def _find(self, message: Message) -> Request | None:
         """Find the keys of a request; ``None``: the list is not known."""
@@ -319,7 +324,7 @@ class Shard:
         if header.kind.pushes:
             assert rows is not None
             count, values = rows.count * spec.width, np.empty(0, spec.dtype) if values is None else values
-            if spec.codec is not None and spec.is_coded(header):
+            if spec.codec is not None and header.is_coded:
                 coded, values = values, np.empty(count, np.float32)
                 spec.codec.decode(coded, values)
             if values.size != count:
@@ -431,6 +436,8 @@ class Shard:
             return self._note_save(worker, request)
         if header.kind is Kind.MEET:
             return Reply(worker, Message(self._answer(header, self.clocks.slowest())))
+        if header.kind is Kind.WITHDRAW:
+            return self._withdraw(worker, request)
         if rows is None:
             return self._advance(worker, request)
         change = None
@@ -439,11 +446,11 @@ class Shard:
             refused = self._streams[worker].refused
             if header.mark > self._applied[worker]:
                 self._applied[worker], change = header.mark, request
-                if not self._push(_Kept(worker, rows, request.values, header.kind is Kind.ASSIGN, header.lr)):
+                assigns = header.kind is Kind.ASSIGN
+                if not self._push(_Kept(worker, rows, request.values, assigns, header.lr, header.is_held)):
                     refused.append(header.mark)
             if header.mark in refused:
-                limit = "the rule's buffer_bytes: raise it, or push less in a step"
-                text = f"worker {worker} pushes more in step {header.clock} than {limit}"
+                text = f"worker {worker} pushes more in step {header.clock} than {self._limit[1]}"
                 return Reply(worker, self._refusal(header, text), header.mark, change)
         answer = self._answer(header, self.clocks.slowest(rows.ranges))
         if not header.kind.pulls:
@@ -453,15 +460,26 @@ class Shard:
 
     def _push(self, pushed: _Kept) -> bool:
         """Apply or keep what a worker has pushed; return whether there is room to keep it."""
-        if not isinstance(self._rule, Sequential):
+        if not (isinstance(self._rule, Sequential) or pushed.is_held):
             self._apply(pushed)
             return True
         stream = self._streams[pushed.worker]
-        if stream.kept_bytes + pushed.num_bytes > self._rule.buffer_bytes:
+        if stream.kept_bytes + pushed.num_bytes > self._limit[0]:
             return False
         stream.kept_bytes += pushed.num_bytes
         self._kept.append(replace(pushed, values=pushed.values.copy()) if pushed.worker == self._rank else pushed)
         return True
+
+    @property
+    def _limit(self) -> tuple[int, str]:
+        """The number of bytes of one worker that are kept, and what to do about it.
+
+        Without the rule's bound, each key may be held once.
+        """
+        if isinstance(self._rule, Sequential):
+            return self._rule.buffer_bytes, "the rule's buffer_bytes: raise it, or push less in a step"
+        size = self.table.values.nbytes
+        return size, f"the {size} bytes of this server's values, with held=True: push each key once"
 
     def _apply(self, pushed: _Kept) -> None:
         if pushed.assigns:
@@ -469,11 +487,37 @@ class Shard:
         else:
             self.table.push(pushed.rows, pushed.values, pushed.lr)
 
+    def _withdraw(self, worker: int, request: Request) -> Reply:
+        """Drop what a worker has pushed to be held in this step."""
+        header, change = request.header, None
+        if header.mark > self._applied[worker]:
+            self._applied[worker], change = header.mark, request
+            self._release_held(worker, counts=False)
+        return Reply(worker, Message(self._answer(header, self.clocks.slowest())), header.mark, change)
+
+    def _release_held(self, worker: int, *, counts: bool) -> None:
+        """Have what is held of a worker count as what it has pushed now; otherwise drop it."""
+        kept = []
+        for each in self._kept:
+            if not (each.is_held and each.worker == worker):
+                kept.append(each)
+            elif counts and isinstance(self._rule, Sequential):
+                kept.append(replace(each, is_held=False))
+            elif counts:
+                self._apply(each)
+        self._kept = kept
+        self._count_kept()
+
+    def _count_kept(self) -> None:
+        """Count the bytes that are kept of each worker."""
+        for worker, stream in enumerate(self._streams):
+            stream.kept_bytes = sum(each.num_bytes for each in self._kept if each.worker == worker)
+
     def _end_step(self) -> None:
-        """Apply what was kept, in the order of ranks, and of the calls of each of them."""
-        kept, self._kept = sorted(self._kept, key=lambda each: each.worker), []
-        for stream in self._streams:
-            stream.kept_bytes = 0
+        """Apply what was kept, in the order of ranks, and of the calls of each of them. What is held stays."""
+        kept = sorted((each for each in self._kept if not each.is_held), key=lambda each: each.worker)
+        self._kept = [each for each in self._kept if each.is_held]
+        self._count_kept()
         if isinstance(self._rule, Sequential) and self._rule.combine == "mean":
             pushed = [(each.rows, each.values, each.lr) for each in kept if not each.assigns]
             kept = [each for each in kept if each.assigns]
@@ -514,6 +558,8 @@ class Shard:
             self.clocks.advance(worker, clock)
         except ProtocolError as error:
             return Reply(worker, self._refusal(header, str(error)))
+        if change is not None:
+            self._release_held(worker, counts=clock != FINISHED)
         slowest = self.clocks.slowest()
         if slowest > self._step:  # the step has ended: its pushes are applied in the order of ranks
             self._step = slowest
