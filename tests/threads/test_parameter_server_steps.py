@@ -197,6 +197,124 @@ def test_what_codes_do_not_express_is_kept(rule: ps.Consistency) -> None:
         np.testing.assert_allclose(parameters - scale * rests, expected, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("rule", "optimizer", "codec"),
+    [
+        (ps.Sequential(), "server", None),
+        (ps.Sequential(), "worker", None),
+        (ps.Eventual(), "server", None),
+        (ps.Sequential(), "server", tr.Int8()),
+    ],
+    ids=str,
+)
+def test_gradients_that_leave_during_backward_have_the_bits_of_those_of_the_step(
+    rule: ps.Consistency, optimizer: str, codec: object
+) -> None:
+    """Clipped, accumulated, dropped, missing, and in no_sync(): the results are those without overlap."""
+
+    def body(group: Group, *, overlap: bool) -> tuple[torch.Tensor, list[int], int]:
+        random = torch.Generator().manual_seed(7 + group.rank)
+        model = Counting(torch.float32)
+        sync = tr.ParameterServer(consistency=rule, optimizer=optimizer, servers=[0], codec=codec, overlap=overlap)
+        inner = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+        # a bucket of 200 bytes: each parameter has its own, the last one first
+        outer = DistributedOptimizer(inner, model, group=group, sync=sync, bucket_bytes=200)
+        early, parts = [], list(model.parts)
+
+        def backward(*numbers: int) -> None:
+            weights = [torch.randn(part.shape, generator=random) for part in parts]
+            sum((parts[n] * weights[n]).sum() for n in numbers).backward()
+
+        everything, steps = range(5), outer.local_steps
+        for step in range(9):
+            outer.zero_grad()
+            if step == 1:  # these are missing, and come back
+                backward(4, 3, 1)
+            elif step == 2:
+                backward(*everything)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            elif step == 4:
+                backward(*everything)
+                backward(0, 2)
+            elif step == 6:
+                with outer.no_sync():
+                    backward(*everything)
+                early.append(steps.early_buckets)
+                backward(*everything)
+            elif step == 7:
+                backward(*everything)
+                outer.zero_grad()  # the step is left out, and another one taken
+                backward(4)
+            else:
+                backward(*everything)
+            early.append(steps.early_buckets)
+            outer.step()
+        withdrawn = steps.withdrawn_steps
+        steps.finish()
+        outer.close()
+        return flat(model), early, withdrawn
+
+    ranks = 2 if rule.bound == 0 else 1  # otherwise the order of updates may be another one
+    at_once = run_ranks(ranks, lambda group: body(group, overlap=False))
+    found = run_ranks(ranks, lambda group: body(group, overlap=True))
+    if codec is None:
+        assert all_equal([parameters for parameters, *_ in [*found, *at_once]])
+    else:  # each bucket has codes of its own
+        torch.testing.assert_close(found[0][0], at_once[0][0], atol=0.1, rtol=0)
+    for _, early, withdrawn in found:
+        # 5 buckets; 2 in step 1, because a gradient is missing; 5 in step 2, which are withdrawn, so none in step 3.
+        assert early == [5, 7, 12, 12, 17, 17, 17, 22, 27, 27]
+        assert withdrawn == 3
+    assert {tuple(early) for _, early, _ in at_once} == {(0,) * 10}
+
+
+def test_an_interruption_between_the_requests_of_a_step_pushes_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(group: Group, where: str) -> None:
+        model = Counting()
+        sync = tr.ParameterServer(servers=[0], overlap=where == "push_range")
+        outer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, group=group, sync=sync)
+        client = outer.local_steps._client
+        call, calls = getattr(client, where), []
+
+        def interrupted(*arguments: object, **settings: object) -> ps.Ticket:
+            calls.append(call(*arguments, **settings))
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(client, where, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                outer.step(lambda: model(1.0).backward())
+        assert len(calls) == 1
+        with pytest.raises(ConfigurationError, match="interrupted while it sent requests"):
+            outer.step()
+        with pytest.raises(ConfigurationError, match="interrupted while it sent requests"):
+            outer.local_steps.stepped()
+        assert outer.local_steps.steps_taken == (1 if where == "clock" else 0)
+        outer.close()
+
+    for where in ("push_range", "clock"):
+        run_ranks(1, lambda group, where=where: body(group, where))
+
+
+def test_gradients_that_no_step_has_used_are_dropped_in_the_end(tmp_path: Path) -> None:
+    def body(group: Group) -> list[float]:
+        model = Counting()
+        sync = tr.ParameterServer(servers=[0], consistency=ps.Eventual())
+        outer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, group=group, sync=sync)
+        model(-1.0).backward()
+        outer.step()
+        model(-1.0).backward()
+        with pytest.raises(ConfigurationError, match=r"call step\(\) before save\(\)"):
+            outer.local_steps.save(tmp_path)
+        outer.local_steps.finish()
+        outer.close()
+        return flat(model).unique().tolist()
+
+    assert run_ranks(2, body) == [[1.0], [1.0]]
+    with pytest.raises(ConfigurationError, match="overlap is True or False"):
+        tr.ParameterServer(overlap="backward")
+
+
 def test_a_parameter_without_a_gradient_stays_as_it_is() -> None:
     def body(group: Group, optimizer: str) -> list[float]:
         model = Counting()

@@ -45,6 +45,7 @@ from totalreduce.pytorch.reducer import Arithmetic, Reducer
 from totalreduce.pytorch.round import GradientReducer, Phase, Round, RoundGuard
 from totalreduce.pytorch.sizes import BUCKET_BYTES, NATIVE_BUCKET_BYTES
 from totalreduce.pytorch.sparse_gradients import SparseReducer, SparseResults
+from totalreduce.pytorch.stepping import OwnSteps
 from totalreduce.pytorch.wrapper import OptimizerWrapper
 from totalreduce.runner.meter import Figure
 from totalreduce.sparse.session import Method, Report
@@ -53,7 +54,6 @@ from totalreduce.strategies.strategy import Strategy
 if TYPE_CHECKING:
     from totalreduce.pytorch.local_steps import LocalSteps
     from totalreduce.pytorch.served_steps import ServedSteps, SynchronousSteps
-    from totalreduce.pytorch.stepping import OwnSteps
     from totalreduce.sparse.auto import Choice
 
     StrategySteps = LocalSteps | ServedSteps | SynchronousSteps | OwnSteps
@@ -436,6 +436,8 @@ class DistributedOptimizer(OptimizerWrapper):
                     settings.strategy, trained, self._inner, group, name, compares=self.guard is None
                 )
             _check_same_parameters(self._local, trained)
+            if isinstance(self._local, OwnSteps):
+                self._local.use_buckets([bucket.members for bucket in plan.buckets])
         arithmetic = Arithmetic.of(
             settings.op,
             group.world_size,
@@ -506,6 +508,10 @@ class DistributedOptimizer(OptimizerWrapper):
         if self._steps_locally:
             assert self._local is not None
             _note_local_gradient(self._local, self._inner, made_dense, parameter)
+            if isinstance(self._local, OwnSteps) and not self._no_sync_depth:
+                self._round.passes[index] += 1
+                if self._round.passes[index] % self._settings.backward_passes_per_step == 0:
+                    self._local.ready(index)
             return
         if made_dense and parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.to_dense()

@@ -40,6 +40,12 @@ class OwnSteps(ABC):
     def stepped(self) -> None:
         """Count a step that was left out on this rank."""
 
+    def use_buckets(self, buckets: Sequence[Sequence[int]]) -> None:  # noqa: B027  (most strategies do not)
+        """Note the buckets of gradients in which the strategy may send them: parameters by number, last ones first."""
+
+    def ready(self, number: int) -> None:  # noqa: B027
+        """Note that backward has completed the gradient of a parameter of this step, by number."""
+
     @property
     @abstractmethod
     def waited_s(self) -> float:

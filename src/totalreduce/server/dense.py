@@ -13,8 +13,10 @@ pushed, depends on who has the optimizer, and on whether steps are synchronous:
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, final
@@ -35,6 +37,7 @@ from totalreduce.pytorch.stepping import OwnSteps, SteppingStrategy
 from totalreduce.server.clocks import Consistency, Sequential
 from totalreduce.server.connecting import connect
 from totalreduce.server.connection import Connection, ServerStatistics, Ticket
+from totalreduce.server.early import EarlyBuckets
 from totalreduce.server.optimizers import Optimizer, Replace, Sum
 from totalreduce.server.torch_rule import Torch
 from totalreduce.tensors.compilation import never_compiled
@@ -64,6 +67,8 @@ class ParameterServer(SteppingStrategy):
         shards: The number of parts of the parameters; by default as many as servers.
         restore: A folder in which ``local_steps.save`` has written: parameters and the state of servers are those of
             its last snapshot.
+        overlap: Whether gradients are pushed during the backward pass, where gradients are pushed at all. Servers keep
+            them until the step, and the results have the same bits.
 
     Raises:
         ConfigurationError: A value makes no sense.
@@ -78,6 +83,7 @@ class ParameterServer(SteppingStrategy):
     servers: Sequence[int] | None = None
     shards: int | None = None
     restore: str | Path | None = None
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.consistency, Consistency):
@@ -85,6 +91,8 @@ class ParameterServer(SteppingStrategy):
         checks.one_of("optimizer", self.optimizer, ("server", "worker"))
         check_codec(self.codec)
         checks.integer_fields(self, "replicas", minimum=1)
+        if not isinstance(self.overlap, bool):
+            raise ConfigurationError(f"overlap is True or False, not {self.overlap!r}")
         # The ranks compare settings as JSON values.
         object.__setattr__(self, "servers", None if self.servers is None else tuple(self.servers))
         object.__setattr__(self, "restore", None if self.restore is None else str(self.restore))
@@ -178,12 +186,12 @@ class _Rows:
             parameter.copy_(self.of(array, number))
 
     @torch.no_grad()
-    def read_gradients(self, array: Array) -> list[bool]:
-        """Copy all gradients into an array, zeros where there is none; return which parameters have one."""
-        present = []
-        for number, parameter in enumerate(self.parameters):
-            gradient, part = parameter.grad, self.of(array, number)
-            present.append(gradient is not None)
+    def read_gradients(self, array: Array, numbers: Iterable[int]) -> list[bool]:
+        """Copy some gradients into an array, zeros where there is none; return of which parameters there is one."""
+        present = [False] * len(self.parameters)
+        for number in numbers:
+            gradient, part = self.parameters[number].grad, self.of(array, number)
+            present[number] = gradient is not None
             if gradient is None:
                 part.zero_()
             else:
@@ -235,6 +243,11 @@ class ServerSteps(OwnSteps):
             check_equal(replica, strategy.name, group, name)
         self._rows = rows = _Rows(parameters, replica.dtype)
         self._is_coded = strategy.codec is not None
+        self._early: EarlyBuckets | None = None
+        self._early_rate: float | None = None  #: The learning rate of what has left early in this step.
+        self._early_lock = threading.Lock()  # autograd may call hooks in several threads
+        #: Whether this rank is between the first and the last request of a step, or of a bucket.
+        self._is_submitting = False
         # The number of ranks has no part in it: what servers keep depends on this, and a snapshot is restored with any
         # number of ranks.
         self._is_synchronous = strategy.consistency.bound == 0
@@ -310,10 +323,14 @@ class ServerSteps(OwnSteps):
                 with torch.enable_grad():
                     self._loss = closure()
                 closure = None
-            if self._takes_gradients:
-                self._push_gradients(self._rows.read_gradients(self._pushed))
-            else:
-                self._push_change(closure)
+            if not self._takes_gradients:
+                self._take_own_step(closure)
+            with self._submitting():
+                if self._takes_gradients:
+                    self._push_gradients()
+                else:
+                    self._tickets.append(self._client.push_range(0, self._rows.count, self._pushed))
+                self._submit_end()
         self._end_step()
         loss, self._loss = self._loss, None
         return loss
@@ -322,10 +339,58 @@ class ServerSteps(OwnSteps):
         """Count a step that was left out on this rank: nothing is pushed for it. Errors as of ``step``."""
         if not self.is_interrupted:
             self._check_open()
-            self._pushed[:] = 0
-            if not self._keeps_values:
-                self._push_gradients([False] * len(self._rows.parameters))
+            with self._submitting():
+                self._withdraw()
+                self._pushed = self._rows.empty()
+                if not self._keeps_values:
+                    self._push_runs([False] * len(self._rows.parameters), [(0, self._rows.count)], is_held=False)
+                self._submit_end()
         self._end_step()
+
+    @contextmanager
+    def _submitting(self) -> Iterator[None]:
+        """Refuse to go on after an interruption between requests that belong together.
+
+        Whether the interrupted request is under way is not known then, so a repetition could push twice.
+        """
+        if self._is_submitting:
+            raise ConfigurationError(
+                "an earlier step() or backward() was interrupted while it sent requests to servers, and what was sent "
+                "is not known. Close this optimizer and go on from a snapshot or a checkpoint"
+            )
+        self._is_submitting = True
+        try:
+            yield
+        except Exception:  # other exceptions, as KeyboardInterrupt, come at any place
+            self._is_submitting = False
+            raise
+        self._is_submitting = False
+
+    def use_buckets(self, buckets: Sequence[Sequence[int]]) -> None:
+        """See ``OwnSteps``: these buckets are pushed during backward, if gradients are pushed at all."""
+        assert isinstance(self.strategy, ParameterServer)
+        if self.strategy.overlap and self._takes_gradients and self._early is None:
+            self._early = EarlyBuckets(buckets, self._rows.parameters, is_fixed=self._in_job)
+
+    def ready(self, number: int) -> None:
+        """See ``OwnSteps``: push the buckets that are complete; servers keep them until the step."""
+        early = self._early
+        if early is None or self._has_finished or self._last_clock is not None:
+            return
+        with self._early_lock, self._submitting():
+            for members in early.ready(number):
+                rate = self._rate()
+                if self._has_other_settings or (early.have_left and rate != self._early_rate):
+                    early.stop()  # ``step`` says what is wrong, or withdraws
+                    continue
+                self._early_rate = rate
+                present = self._rows.read_gradients(self._pushed, members)
+                runs = self._rows.runs(present)
+                self._divide(runs)
+                if not self._is_encodable(runs):
+                    early.stop()
+                    continue
+                self._push_ranges(runs, is_held=True)
 
     @property
     def _takes_gradients(self) -> bool:
@@ -335,31 +400,66 @@ class ServerSteps(OwnSteps):
     def _check_open(self) -> None:
         if self._last_clock is not None or self._has_finished:
             raise ConfigurationError("local_steps.finish() was called, so the servers take no more gradients")
-        if self._settings is not None and self._settings != _settings_of(self._inner):
+        if self._has_other_settings:
             raise ConfigurationError(
                 "the settings of the torch optimizer have changed, and servers have those of the begin, except the "
                 "learning rate: use tr.ParameterServer(optimizer='worker')"
             )
 
-    def _push_gradients(self, present: Sequence[bool]) -> None:
-        if not self._is_synchronous:
-            self._pushed /= self._pushed.dtype.type(self._group.world_size)
-        self._check_encodable()
-        if self._keeps_values:
-            runs = self._rows.runs(present)
-        else:  # all ranks must know of which parameters no rank has a gradient
-            runs = [(0, self._rows.count)]
+    @property
+    def _has_other_settings(self) -> bool:
+        return self._settings is not None and self._settings != _settings_of(self._inner)
+
+    def _push_gradients(self) -> None:
+        """Push the gradients that have not left. If one that has left has changed since, withdraw and push all."""
+        early, rows = self._early, self._rows
+        is_stale = early is not None and early.have_left and (early.have_changed() or self._rate() != self._early_rate)
+        rest = range(len(rows.parameters)) if early is None or is_stale else early.rest()
+        if is_stale:
+            self._pushed = rows.empty()  # the old memory may still be sent
+        present = rows.read_gradients(self._pushed, rest)
+        is_rest = [False] * len(present)
+        for number in rest:
+            is_rest[number] = True
+        runs = rows.runs(present if self._keeps_values else is_rest)
+        self._divide(runs)
+        if not self._is_encodable(runs):
+            raise ConfigurationError("a gradient is not finite, or too large to encode: leave this step out")
+        if is_stale:
+            self._withdraw()
+        has = [here or not mine for here, mine in zip(present, is_rest, strict=True)]
+        self._push_runs(has, runs, is_held=early is not None and early.have_left)
+
+    def _push_runs(self, present: Sequence[bool], runs: Sequence[tuple[int, int]], *, is_held: bool) -> None:
+        """Push ranges of rows; without values on servers, also of which parameters this rank has a gradient."""
+        if not self._keeps_values:  # all ranks must know of which parameters no rank has a gradient
             self._flags.reshape(-1)[: len(present)] = present
-            self._tickets.append(self._client.push(self._flag_keys, self._flags))
+            self._tickets.append(self._client.push(self._flag_keys, self._flags, exact=True))
+        self._push_ranges(runs, is_held=is_held)
+
+    def _push_ranges(self, runs: Sequence[tuple[int, int]], *, is_held: bool) -> None:
         for begin, end in runs:
-            self._tickets.append(self._client.push_range(begin, end, self._pushed[begin:end], lr=self._rate()))
+            values, rate = self._pushed[begin:end], self._rate()
+            self._tickets.append(self._client.push_range(begin, end, values, lr=rate, held=is_held))
+
+    def _withdraw(self) -> None:
+        """Take back what has left early in this step."""
+        if self._early is not None and self._early.have_left:
+            self._tickets.append(self._client.withdraw())
+            self._early.withdraw()
 
     def _rate(self) -> float | None:
         """Return the learning rate for the server's optimizer."""
         return None if self._settings is None else float(self._inner.param_groups[0]["lr"])
 
-    def _push_change(self, closure: Callable[[], Any] | None) -> None:
-        """Take a step of the torch optimizer, and push a part of the change."""
+    def _divide(self, runs: Sequence[tuple[int, int]]) -> None:
+        """Divide gradients by the number of ranks, unless the servers do."""
+        if not self._is_synchronous:
+            for begin, end in runs:
+                self._pushed[begin:end] /= self._pushed.dtype.type(self._group.world_size)
+
+    def _take_own_step(self, closure: Callable[[], Any] | None) -> None:
+        """Take a step of the torch optimizer, and read the part of the change that is to be pushed."""
         rows = self._rows
         before = rows.empty()
         rows.read(before)
@@ -367,21 +467,27 @@ class ServerSteps(OwnSteps):
         rows.read(self._pushed)
         self._pushed -= before
         self._pushed /= self._pushed.dtype.type(self._group.world_size)
-        self._check_encodable()
-        self._tickets.append(self._client.push_range(0, rows.count, self._pushed))
-
-    def _check_encodable(self) -> None:
-        if self._is_coded and not quantisation.within_limit(self._pushed.reshape(-1)):
+        if not self._is_encodable([(0, rows.count)]):
             raise ConfigurationError("a gradient is not finite, or too large to encode: leave this step out")
 
-    def _end_step(self) -> None:
-        """End the step, wait for all answers, and take over what has come."""
+    def _is_encodable(self, runs: Sequence[tuple[int, int]]) -> bool:
+        """Return whether the codec, if there is one, can encode these rows."""
+        return not self._is_coded or all(
+            quantisation.within_limit(self._pushed[begin:end].reshape(-1)) for begin, end in runs
+        )
+
+    def _submit_end(self) -> None:
+        """End the step, and ask for what the servers have then."""
         client = self._client
-        if not self.is_interrupted:
-            self._tickets += [client.clock(), client.pull_range(0, self._rows.count, self._pulled)]
-            if not self._keeps_values:
-                self._tickets.append(client.pull(self._flag_keys, self._flags))
-            self.is_interrupted = True  # not before: a repetition waits for tickets, so that it must have them
+        if self._early is not None:
+            self._early.end_step()
+        self._tickets += [client.clock(), client.pull_range(0, self._rows.count, self._pulled)]
+        if not self._keeps_values:
+            self._tickets.append(client.pull(self._flag_keys, self._flags))
+        self.is_interrupted = True  # not before: a repetition waits for tickets, so that it must have them
+
+    def _end_step(self) -> None:
+        """Wait for all answers, and take over what has come."""
         while self._tickets:
             self._tickets[0].wait()
             self._tickets.pop(0)
@@ -391,7 +497,7 @@ class ServerSteps(OwnSteps):
         else:
             self._install_gradients()
             self._inner.step()
-        self.is_interrupted = False
+        self.is_interrupted = self._is_submitting = False
 
     def _install_gradients(self) -> None:
         flags = self._flags.reshape(-1)
@@ -461,7 +567,21 @@ class ServerSteps(OwnSteps):
             )
         if self.is_interrupted:
             raise ConfigurationError("the last step() was interrupted: repeat it until it returns")
+        if self._early is not None and self._early.have_left:
+            raise ConfigurationError(
+                "backward() has pushed gradients that no step() has used: call step() before save()"
+            )
         self._client.save(folder)
+
+    @property
+    def early_buckets(self) -> int:
+        """The number of buckets of this rank that were pushed during backward."""
+        return 0 if self._early is None else self._early.num_early
+
+    @property
+    def withdrawn_steps(self) -> int:
+        """The number of steps whose gradients were pushed twice, because they had changed after backward."""
+        return 0 if self._early is None else self._early.num_withdrawn
 
     @property
     def steps_taken(self) -> int:
