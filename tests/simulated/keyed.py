@@ -10,7 +10,7 @@ import numpy as np
 
 from totalreduce.codecs.codec import Codec
 from totalreduce.foundation.errors import RefusedError
-from totalreduce.server.client import Call, Client
+from totalreduce.server.client import Call, Client, Manner
 from totalreduce.server.clocks import FINISHED, Consistency
 from totalreduce.server.handover import Holdings, Standing
 from totalreduce.server.layout import Layout
@@ -22,6 +22,7 @@ from totalreduce.server.shard import Shard
 from totalreduce.server.table import Table
 
 NUM_KEYS = 40
+HELD = Manner(is_held=True)
 
 
 class ProcessLost(Exception):
@@ -49,6 +50,7 @@ class World:
     ``begin_crashes``: in which step of the begin of an epoch, counted in all epochs, which seat is lost.
     ``replaces``: whether the next epoch waits for a process in place of the lost one, or begins without it.
     ``saves``: the steps at whose begin the workers save.
+    ``holds``: whether workers withdraw a push in some steps, and hold another one until the step ends.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class World:
         begin_crashes: dict[int, int] | None = None,
         replaces: bool = True,
         saves: tuple[int, ...] = (),
+        holds: bool = False,
     ) -> None:
         self.rule, self.seed, self.random, self.steps, self.lost = rule, seed, Random(seed), steps, lost
         self.num_workers, self.fractions, self.replicas = num_workers, fractions, replicas
@@ -79,7 +82,7 @@ class World:
         self.is_safe = bool(self.crashes or self.begin_crashes)
         self.incarnations = dict.fromkeys(sorted({*range(num_workers), *servers}), 0)
         self.processes = {seat: Process(self, seat, 0) for seat in self.incarnations}
-        self.saves = saves
+        self.saves, self.holds = saves, holds
         #: By step and shard: the values that were written.
         self.saved: dict[int, dict[int, np.ndarray]] = {}
         #: By step: of each shard, the token with which it was written last.
@@ -313,6 +316,18 @@ class World:
             self.check_pull(worker, step, keys, out)
             yield random.random() * slow
             counts = self.pushed[worker][step].copy()
+            if self.holds and random.random() < 0.7:
+                everything = np.zeros((NUM_KEYS, self.num_workers), self.spec.dtype)
+                everything[:, worker] = 100.0
+                client.on_range(Kind.PUSH, 0, NUM_KEYS, everything, None, HELD)
+                if random.random() < 0.5:
+                    yield random.random()
+                client.withdraw()
+                keys = random.choice(self.lists)
+                held = np.zeros((len(keys), self.num_workers), self.spec.dtype)
+                held[:, worker] = 1.0
+                client.on_keys(Kind.PUSH, keys, held, None, HELD)
+                counts[keys] += 1
             for _ in range(random.randint(1, 3)):
                 begin, end = sorted(random.sample(range(NUM_KEYS + 1), 2))
                 is_range = random.random() < 0.3
@@ -362,7 +377,7 @@ class World:
         """Check what a pull returns; ``own``: what this worker has pushed before it, also in this step."""
         if self.fractions or self.spec.codec is not None:
             return
-        if own is not None and not self.rule.in_steps and (out[:, worker] != own[keys]).any():
+        if own is not None and not (self.rule.in_steps or self.holds) and (out[:, worker] != own[keys]).any():
             self.violations.append(f"worker {worker} in step {step} does not see what it has pushed before")
         bound, out = self.rule.bound, out * self.factor
         for other in range(self.num_workers):

@@ -233,6 +233,15 @@ def test_losses_lose_no_push_and_apply_none_twice(seeds: range) -> None:
     assert losses > len(seeds)
 
 
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 204), marks=pytest.mark.slow)], ids=len)
+def test_what_is_held_survives_losses_and_what_is_withdrawn_never_counts(seeds: range) -> None:
+    for seed in seeds:
+        course = lossy_course(seed)
+        # There are more messages than in other courses, and a loss must have been noticed before the next one.
+        crashes = {2 * event: lost for event, lost in course["crashes"].items()}
+        run_with_losses(**{**course, "crashes": crashes, "holds": True})
+
+
 def bits(world: World) -> dict[int, bytes]:
     return {number: shard.table.values.tobytes() for number, shard in world.shards.items()}
 

@@ -287,7 +287,7 @@ def test_servers_hold_each_key_once_and_forget_what_is_withdrawn() -> None:
     rig, ones = Rig(Spec(100, 1, F32), Eventual()), np.ones(100, np.float32)
     client = rig.clients[0]
     for _ in range(3):
-        assert rig.carry(client.on_range(Kind.PUSH, 0, 100, ones, None, HELD)).error is None
+        assert rig.carry(client.on_keys(Kind.PUSH, np.arange(100), ones, None, HELD)).error is None
         rig.carry(client.withdraw())
     rig.carry(client.on_range(Kind.PUSH, 0, 100, ones, None, HELD))
     refused = rig.carry(client.on_range(Kind.PUSH, 0, 100, ones, None, HELD))
@@ -317,7 +317,7 @@ def test_another_server_goes_on_with_what_is_held() -> None:
             twin = rig.shard(server.rank, number, Bounded(1))
             twin.load_state(shard.state())
             [each] = twin._kept
-            assert (each.worker, each.is_held, each.num_bytes) == (0, True, twin.table.values.nbytes)
+            assert (each.worker, each.is_held, twin._streams[0].kept_bytes) == (0, True, twin.table.values.nbytes)
 
 
 def test_assigned_values_are_the_same_on_all_servers_of_a_chain() -> None:

@@ -112,10 +112,10 @@ class _Kept:
     lr: float
     is_held: bool = False
 
-    @property
-    def num_bytes(self) -> int:
-        """What counts of it in bytes."""
-        return int(self.values.nbytes + (0 if self.rows.listed is None else self.rows.listed.nbytes))
+    def num_bytes(self, rule: Consistency) -> int:
+        """Return what counts of it in bytes: where the bound is that of the rule, also its list of keys."""
+        listed = self.rows.listed if isinstance(rule, Sequential) else None
+        return int(self.values.nbytes + (0 if listed is None else listed.nbytes))
 
 
 @final
@@ -464,9 +464,10 @@ class Shard:
             self._apply(pushed)
             return True
         stream = self._streams[pushed.worker]
-        if stream.kept_bytes + pushed.num_bytes > self._limit[0]:
+        num_bytes = pushed.num_bytes(self._rule)
+        if stream.kept_bytes + num_bytes > self._limit[0]:
             return False
-        stream.kept_bytes += pushed.num_bytes
+        stream.kept_bytes += num_bytes
         self._kept.append(replace(pushed, values=pushed.values.copy()) if pushed.worker == self._rank else pushed)
         return True
 
@@ -511,7 +512,7 @@ class Shard:
     def _count_kept(self) -> None:
         """Count the bytes that are kept of each worker."""
         for worker, stream in enumerate(self._streams):
-            stream.kept_bytes = sum(each.num_bytes for each in self._kept if each.worker == worker)
+            stream.kept_bytes = sum(each.num_bytes(self._rule) for each in self._kept if each.worker == worker)
 
     def _end_step(self) -> None:
         """Apply what was kept, in the order of ranks, and of the calls of each of them. What is held stays."""
