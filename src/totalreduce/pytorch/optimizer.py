@@ -509,9 +509,10 @@ class DistributedOptimizer(OptimizerWrapper):
             assert self._local is not None
             _note_local_gradient(self._local, self._inner, made_dense, parameter)
             if isinstance(self._local, OwnSteps) and not self._no_sync_depth:
-                self._round.passes[index] += 1
-                if self._round.passes[index] % self._settings.backward_passes_per_step == 0:
-                    self._local.ready(index)
+                with self._round.lock:
+                    self._round.passes[index] += 1
+                    if self._round.passes[index] % self._settings.backward_passes_per_step == 0:
+                        self._local.ready(index)
             return
         if made_dense and parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.to_dense()

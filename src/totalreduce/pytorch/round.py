@@ -202,6 +202,7 @@ class Round:
         active: The number of ranks with data in the last round that was finished.
         passes: The number of backward passes that each hooked parameter was in since the last round ended, or
             ``restart_passes`` was called.
+        lock: Held while a round is opened, and while a strategy takes a gradient: autograd may call hooks in threads.
     """
 
     def __init__(self, reducers: Sequence[GradientReducer], world_size: int) -> None:
@@ -219,7 +220,7 @@ class Round:
             for member in range(len(reducer.parameters))
         ]
         self.passes = [0] * len(self._targets)
-        self._opening = threading.Lock()
+        self.lock = threading.Lock()
 
     @property
     def in_flight(self) -> bool:
@@ -241,7 +242,7 @@ class Round:
 
         Autograd calls the hooks of parameters on the CPU and on a GPU in two threads, and both may call this.
         """
-        with self._opening:
+        with self.lock:
             if self.phase is Phase.OPEN:
                 return
             if self.order is not None and self.order.seen:

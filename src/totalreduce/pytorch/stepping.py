@@ -44,7 +44,7 @@ class OwnSteps(ABC):
         """Note the buckets of gradients in which the strategy may send them: parameters by number, last ones first."""
 
     def ready(self, number: int) -> None:  # noqa: B027
-        """Note that backward has completed the gradient of a parameter of this step, by number."""
+        """Note that backward has completed the gradient of a parameter of this step, by number. One call at a time."""
 
     @property
     @abstractmethod

@@ -13,7 +13,6 @@ pushed, depends on who has the optimizer, and on whether steps are synchronous:
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -245,7 +244,6 @@ class ServerSteps(OwnSteps):
         self._is_coded = strategy.codec is not None
         self._early: EarlyBuckets | None = None
         self._early_rate: float | None = None  #: The learning rate of what has left early in this step.
-        self._early_lock = threading.Lock()  # autograd may call hooks in several threads
         #: Whether this rank is between the first and the last request of a step, or of a bucket.
         self._is_submitting = False
         # The number of ranks has no part in it: what servers keep depends on this, and a snapshot is restored with any
@@ -377,7 +375,7 @@ class ServerSteps(OwnSteps):
         early = self._early
         if early is None or self._has_finished or self._last_clock is not None:
             return
-        with self._early_lock, self._submitting():
+        with self._submitting():
             for members in early.ready(number):
                 rate = self._rate()
                 if self._has_other_settings or (early.have_left and rate != self._early_rate):
