@@ -5,6 +5,7 @@ totalreduce run -n 4 examples/sparse_training.py --model lstm --method dense --s
 totalreduce run -n 4 examples/sparse_training.py --model gpt --method oktopk --door ddp
 totalreduce run -n 4 examples/sparse_training.py --model cnn --method local_sgd,diloco:period=50:codec=int8
 totalreduce run -n 4 examples/sparse_training.py --model logistic --width 10000000 --method async --slow 3
+totalreduce run -n 4 examples/sparse_training.py --method parameter_server:consistency=bounded:tau=4,async_gossip
 totalreduce run -n 4 --emulate-hosts 4 examples/sparse_training.py --model cnn --method powersgd --door ddp --turns 5
 """
 
@@ -17,7 +18,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,56 +33,26 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import totalreduce as tr
-from totalreduce.codecs.codecs import CODECS
+from totalreduce.bench.contestants import Contestant, make_strategy, parse_contestant, strategies, takes_own_steps
 from totalreduce.sparse.methods import METHODS
-from totalreduce.strategies.strategies import STRATEGIES
 
+STRATEGIES = tuple(strategies())
 TOPK = tuple(name for name in METHODS if name not in ("dense", "powersgd", "coded"))
 #: Hooks of DDP.
 HOOKS = ("fp16", "post-local")
 #: Strategies of torchft, which is no dependency of totalreduce.
 TORCHFT = ("torchft-local_sgd", "torchft-diloco")
 TORCHFT_TIMEOUT = timedelta(minutes=10)
+#: Between two averages of torch's post-local SGD and of torchft.
+TORCH_PERIOD = 16
 MOMENTUM = 0.9
 WARMUP = 0.05
-#: Strategies with which ranks may take different numbers of steps.
-SERVED = ("async", "stale_synchronous", "soft_sync", "quorum", "eager", "async_gossip")
 #: How long a backward pass takes, in times of the forward pass.
 BACKWARD = 2
 #: Steps of a turn, if the method does the same in every step.
 TURN_STEPS = 2
 #: Plain steps before PowerSGD's hook compresses: when training, and when only time is measured.
 PLAIN_STEPS, PLAIN_STEPS_TIMED = 10, 2
-
-
-@dataclass(frozen=True)
-class Method:
-    """A way of keeping ranks in step, as the command line names it: ``diloco:period=50:codec=int8``.
-
-    Attributes:
-        text: The whole.
-        name: What stands before the first colon.
-        settings: The others, by name.
-        rate: The learning rate, in times of that of all others: where gradients are added up and not averaged, the
-            inverse of the number of ranks.
-    """
-
-    text: str
-    name: str
-    settings: dict[str, Any]
-    rate: float = 1.0
-
-    @property
-    def period(self) -> int:
-        """The number of steps after which the method does the same again."""
-        if self.name in ("local_sgd", "post_local_sgd", "post-local", "slowmo", "diloco", "easgd", *TORCHFT):
-            return self.settings.get("period", 16)
-        return 1
-
-    @property
-    def overlap(self) -> int:
-        """The number of steps beside an exchange."""
-        return self.settings.get("overlap", 0)
 
 
 @dataclass(frozen=True)
@@ -124,7 +95,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--local-after", type=float, default=0.25, help="part of the steps in which post-local waits")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--stop-after", type=int, help="steps, of a schedule for --steps")
-    parser.add_argument("--seeds", type=int, default=1, help="one training after the other, from seed 0")
+    parser.add_argument("--seeds", type=int, default=1, help="one training after the other")
+    parser.add_argument("--first-seed", type=int, default=0, help="that of the first training")
     parser.add_argument("--batch", type=int, help="examples per rank and step")
     parser.add_argument("--width", type=int, help="of the model; the number of keys of logistic")
     parser.add_argument("--learning-rate", type=float, help="the largest one")
@@ -138,7 +110,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--interface", help="count the bytes that this network interface of rank 0 sends")
     parser.add_argument("--json", type=Path, help="rank 0 writes losses and times to this file")
     options = parser.parse_args()
-    options.methods = [parse_method(text) for text in options.method.split(",")]
+    options.methods = [parse_contestant(text) for text in options.method.split(",")]
     known = ("alone", *METHODS, *STRATEGIES, *HOOKS, *TORCHFT)
     for method in options.methods:
         if method.name not in known:
@@ -150,33 +122,22 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def parse_method(text: str) -> Method:
-    name, *settings = text.split(":")
-    values = dict(parse_setting(setting) for setting in settings)
-    return Method(text, name, values, values.pop("rate", 1.0))
+def period_of(method: Contestant) -> int:
+    """Return the number of steps after which the method does the same again."""
+    if method.name in ("post-local", *TORCHFT):
+        return method.settings.get("period", TORCH_PERIOD)
+    if method.name not in STRATEGIES:
+        return 1
+    strategy = make_strategy(method)
+    return getattr(getattr(strategy, "then", strategy), "period", 1)
 
 
-def parse_setting(text: str) -> tuple[str, Any]:
-    """Return the name and the value of ``period=16``: a codec, a number, or the text."""
-    name, _, value = text.partition("=")
-    if name == "codec":
-        return name, CODECS[value]()
-    for kind in (int, float):
-        try:
-            return name, kind(value)
-        except ValueError:
-            continue
-    return name, value
-
-
-def make_method(options: argparse.Namespace, method: Method, task: Task) -> Any:
+def make_method(options: argparse.Namespace, method: Contestant, task: Task) -> Any:
     settings = dict(method.settings)
     if method.name == "post_local_sgd":
-        return tr.PostLocalSGD(start=local_start(options), then=tr.LocalSGD(**settings))
-    if method.name == "diloco" and "outer_lr" in settings:
-        settings["outer"] = tr.Nesterov(settings.pop("outer_lr"), settings.pop("outer_momentum", MOMENTUM))
+        return make_strategy(replace(method, settings={"start": local_start(options), **settings}))
     if method.name in STRATEGIES:
-        return STRATEGIES[method.name](**settings)
+        return make_strategy(method)
     if method.name in TOPK:
         kind = OPTIMIZERS[options.optimizer or task.optimizer]
         warmup = kind.density_warmup if options.density_warmup is None else options.density_warmup
@@ -189,7 +150,9 @@ def local_start(options: argparse.Namespace) -> int:
     return 0 if options.turns else round(options.local_after * options.steps)
 
 
-def make_replica(options: argparse.Namespace, method: Method, task: Task, group: tr.Group | None, seed: int) -> Replica:
+def make_replica(
+    options: argparse.Namespace, method: Contestant, task: Task, group: tr.Group | None, seed: int
+) -> Replica:
     """A model, equal on all ranks for equal seeds, and its optimizer."""
     torch.manual_seed(seed)
     model = task.build(options.width or task.width)
@@ -229,22 +192,22 @@ def make_replica(options: argparse.Namespace, method: Method, task: Task, group:
     name = f"{method.text}, seed {seed}"
     wrapped = tr.DistributedOptimizer(optimizer, model, group=group, sync=sync, feedback=feedback, name=name)
     flush = _nothing if method.name in STRATEGIES else wrapped.flush_residuals
-    finish = wrapped.local_steps.finish if method.name in SERVED and group.world_size > 1 else _nothing
+    finish = getattr(wrapped.local_steps, "finish", _nothing) if method.name in STRATEGIES else _nothing
     return Replica(model, wrapped, schedule, flush, finish, wrapped.close)
 
 
-def num_steps(options: argparse.Namespace, method: Method, rank: int, world_size: int) -> int:
+def num_steps(options: argparse.Namespace, method: Contestant, rank: int, world_size: int) -> int:
     """Return the number of steps of a rank's training and learning rates.
 
     With servers, a slow last rank takes so many fewer steps in the time of the others.
     """
-    is_slow = options.slow > 1 and rank == world_size - 1 and method.name in SERVED
+    is_slow = options.slow > 1 and rank == world_size - 1 and takes_own_steps(method, world_size)
     return math.ceil(options.steps / options.slow) if is_slow else options.steps
 
 
 def _post_local(
     start: int,
-    method: Method,
+    method: Contestant,
     replica: DistributedDataParallel,
     optimizer: torch.optim.Optimizer,
     schedule: torch.optim.lr_scheduler.LRScheduler,
@@ -254,12 +217,12 @@ def _post_local(
         process_group=None, subgroup=None, start_localSGD_iter=start, post_local_gradient_allreduce=False
     )
     replica.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
-    averager = averagers.PeriodicModelAverager(period=method.period, warmup_steps=start)
+    averager = averagers.PeriodicModelAverager(period=period_of(method), warmup_steps=start)
     return Replica(replica, PostLocalSGDOptimizer(optimizer, averager), schedule, _nothing, _nothing, _nothing)
 
 
 def _torchft(
-    method: Method,
+    method: Contestant,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     schedule: torch.optim.lr_scheduler.LRScheduler,
@@ -297,10 +260,10 @@ def _torchft(
         init_sync=False,
     )
     if method.name == "torchft-local_sgd":
-        context = strategies.LocalSGD(manager, model, optimizer, sync_every=method.period)
+        context = strategies.LocalSGD(manager, model, optimizer, sync_every=period_of(method))
     else:
         outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
-        context = strategies.DiLoCo(manager, [model], optimizer, outer, sync_every=method.period)
+        context = strategies.DiLoCo(manager, [model], optimizer, outer, sync_every=period_of(method))
     context.__enter__()
     servers = [store, lighthouse]  # which end when nothing refers to them
 
@@ -366,7 +329,7 @@ class Job:
         self.world_size = dist.get_world_size() if group is None else group.world_size
         self.num_parameters = 0
 
-    def steps(self, method: Method, seed: int) -> Steps:
+    def steps(self, method: Contestant, seed: int) -> Steps:
         """Make a replica."""
         replica = make_replica(self.options, method, self.task, self.group, seed)
         self.num_parameters = sum(parameter.numel() for parameter in replica.module.parameters())
@@ -374,7 +337,7 @@ class Job:
         slow = self.options.slow if self.rank == self.world_size - 1 else 1.0
         return Steps(self.options, self.task, replica, draw, slow)
 
-    def train(self, method: Method, seed: int) -> dict[str, Any]:
+    def train(self, method: Contestant, seed: int) -> dict[str, Any]:
         """All steps; returns their seconds, the bytes of an average one, and what the model was worth meanwhile."""
         options, steps = self.options, self.steps(method, seed)
         total = options.stop_after or num_steps(options, method, self.rank, self.world_size)
@@ -399,18 +362,22 @@ class Job:
             steps.replica.finish()
         steps.replica.close()
         run = {"step_s": steps.seconds, "evaluations": evaluations, "sent_bytes": sent / total}
-        return {"method": method.text, "seed": seed, "block": method.period, **run}
+        return {"method": method.text, "seed": seed, "block": period_of(method), **run}
 
-    def time_turns(self, method: Method) -> dict[str, Any]:
+    def time_turns(self, method: Contestant) -> dict[str, Any]:
         """The seconds of an average step in every turn, with the method and without communication, and its bytes.
 
         They are those of the slowest rank: in a turn the others wait for it. With servers they are those of rank 0.
         """
-        options, steps, alone = self.options, self.steps(method, 0), self.steps(parse_method("alone"), 0)
+        options, steps, alone = self.options, self.steps(method, 0), self.steps(parse_contestant("alone"), 0)
         # When a turn ends, no exchange is under way.
-        warmup = method.period + method.overlap + (PLAIN_STEPS_TIMED if method.name == "powersgd" else 1)
-        block = method.period if method.period > 1 else TURN_STEPS
-        waits = method.name not in SERVED  # with servers, ranks may take different numbers of steps
+        warmup = (
+            period_of(method)
+            + method.settings.get("overlap", 0)
+            + (PLAIN_STEPS_TIMED if method.name == "powersgd" else 1)
+        )
+        block = period_of(method) if period_of(method) > 1 else TURN_STEPS
+        waits = not takes_own_steps(method, self.world_size)
         turns, sent = [], 0
         begin = time.monotonic()
         for count in (warmup, *[block] * options.turns):
@@ -452,10 +419,10 @@ class Job:
         (line,) = (line for line in lines if line.strip().startswith(f"{self.options.interface}:"))
         return int(line.partition(":")[2].split()[8])
 
-    def evaluate(self, method: Method, module: nn.Module) -> list[float]:
+    def evaluate(self, method: Contestant, module: nn.Module) -> list[float]:
         """Return the mean loss and the accuracy of what was held out."""
         model = getattr(module, "module", module)
-        if method.name in SERVED:  # ranks may have taken different numbers of steps: none waits for another one
+        if takes_own_steps(method, self.world_size):  # none waits for another one
             sums = evaluate(model, self.task, 0, 1)
         else:
             sums = self.add_up(evaluate(model, self.task, self.rank, self.world_size))
@@ -476,7 +443,8 @@ def run(options: argparse.Namespace, group: tr.Group | None) -> None:
     if options.turns:
         runs = [job.time_turns(method) for method in options.methods]
     else:
-        runs = [job.train(method, seed) for method in options.methods for seed in range(options.seeds)]
+        seeds = range(options.first_seed, options.first_seed + options.seeds)
+        runs = [job.train(method, seed) for method in options.methods for seed in seeds]
     if options.json is not None and job.rank == 0:
         facts = {name: value for name, value in vars(options).items() if name not in ("json", "methods")}
         facts |= {"optimizer": options.optimizer or job.task.optimizer, "world_size": job.world_size}

@@ -144,6 +144,9 @@ def test_links_have_a_rate_and_perhaps_a_delay():
         ({"slow": 0.5}, r"--slow is from 1 to 100, not 0\.5"),
         ({"keys": 10_000_001}, "--keys is from 1 to 10,000,000"),
         ({"optimizers": "lion"}, "--optimizers takes own, sgd, adamw"),
+        ({"first_seed": -1}, "--first-seed is 0 or more, not -1"),
+        ({"rates": " , "}, "--rates names no link; 'none' measures none"),
+        ({"methods": "quorum"}, "'quorum': .*'n'"),
     ],
 )
 def test_plans_that_say_nothing_are_refused(options, complaint):
@@ -168,6 +171,29 @@ def test_losses_can_be_compared_without_links():
     assert (plan.links, plan.shortened().links) == ([], [])
     with pytest.raises(ConfigurationError, match="--rates names no link; 'none' measures none"):
         TrainPlan(rates=" , ")
+def test_losses_alone_need_no_link():
+    """One launch for each contestant, with the seeds that were asked for; a table without links, and one picture."""
+    launched = []
+
+    def run(setting, names, options):
+        launched.append((tuple(names), setting.hosts, *options[-6:]))
+        runs = [
+            {"method": name, "step_s": [0.5] * 20, "evaluations": [look(20, 1.0 + seed)]}
+            for name in names
+            for seed in (0, 1)
+        ]
+        return from_document(training.Training, {"runs": runs, "steps": 20})
+
+    plan = TrainPlan(methods="local_sgd", against="dense", rates="none", seeds=2, first_seed=7, steps=20)
+    assert (plan.links, plan.shortened().links) == ([], [])
+    setting = Setting(ranks=2, hosts=2)
+    samples = training._measure(setting, "cnn", "sgd", plan, training._Launcher("train", None, run), is_first=True)
+    seeds = ("--first-seed", "7", "--evaluations", "25", "--seeds", "2")
+    assert launched == [(("dense",), 0, *seeds), (("local_sgd",), 0, *seeds)]
+    table = training._table(setting, "cnn, sgd", samples, training.summarise(samples))
+    assert [name for name, _ in table.columns][-1] == "seeds at its loss"
+    assert table.caption == "Its loss: where dense training ends, a standard deviation granted."
+    assert [panel.title for panel in training._panels({"cnn, sgd": samples})] == ["cnn, sgd, over steps"]
 
 
 def test_launches_that_were_kept_are_not_repeated(tmp_path):

@@ -7,10 +7,16 @@ from totalreduce.bench.launching import Setting
 from totalreduce.bench.report import Report
 from totalreduce.bench.training import MODELS, TrainPlan, report_trainings
 
+#: Each strategy, and each rule of the parameter server; with settings that suit a training of 96 steps.
 _METHODS = (
-    *("local_sgd", "gossip:overlap=1", "diloco:period=16"),
+    *("local_sgd", "post_local_sgd", "slowmo", "easgd", "gossip:overlap=1", "async_gossip", "strom:threshold=3e-4"),
+    "diloco:period=16",
     "diloco:period=16:fragments=4:overlap=4:codec=int8:outer_lr=1.0:outer_momentum=0.0",
-    *("async:rate=0.25", "stale_synchronous:rate=0.25", "quorum:n=3:grace_s=0.01"),
+    *("async:rate=0.25", "stale_synchronous:rate=0.25", "soft_sync:n=2:rate=0.5"),
+    *("quorum:n=3:grace_s=0.01", "eager:mode=majority"),
+    "parameter_server:consistency=sequential:codec=int8",
+    "parameter_server:consistency=bounded:tau=4:optimizer=worker",
+    "parameter_server:consistency=eventual:optimizer=worker",
 )
 
 
@@ -18,6 +24,7 @@ _METHODS = (
     "strategies",
     "totalreduce bench strategies --models cnn --quick",
     "totalreduce bench strategies --resume strategies.jsonl --json strategies.json --plot strategies.png",
+    "totalreduce bench strategies --models cnn --rates none --slow 1 --first-seed 100 --methods slowmo:momentum=0.2",
     "totalreduce bench strategies --models logistic --keys 10000000 --methods local_sgd,async --rates 100mbit",
     shared=("ranks", "emulate_hosts"),
     plot=True,

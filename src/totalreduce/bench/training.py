@@ -33,6 +33,7 @@ import typer
 
 from totalreduce.bench.arithmetic import wire_limit_s
 from totalreduce.bench.command import split_names
+from totalreduce.bench.contestants import make_strategy, name_of, parse_contestant, strategies, takes_own_steps
 from totalreduce.bench.kept import KeptResults
 from totalreduce.bench.launching import Setting, find_script, run_script
 from totalreduce.bench.machine import describe_machine
@@ -190,6 +191,9 @@ class TrainPlan:
     steps: Annotated[int, typer.Option(help="Of one training.")] = 1000
     looks: Annotated[int, typer.Option(help="How often in a training the held-out loss is looked at.")] = 25
     seeds: Annotated[int, typer.Option(help="Trainings of each contestant, at least two.")] = 5
+    first_seed: Annotated[
+        int, typer.Option(help="Of the first training. Choose settings with other seeds than those that you report.")
+    ] = 0
     rates: Annotated[
         str,
         typer.Option(
@@ -226,6 +230,8 @@ class TrainPlan:
             )
         if not 1 <= self.slow <= _SLOW_MAX:
             raise ConfigurationError(f"--slow is from 1 to {_SLOW_MAX}, not {self.slow:g}")
+        if self.first_seed < 0:
+            raise ConfigurationError(f"--first-seed is 0 or more, not {self.first_seed}")
         if not 1 <= self.keys <= 10_000_000:
             raise ConfigurationError(f"--keys is from 1 to 10,000,000, not {self.keys}")
         split_names("--models", self.models, MODELS)
@@ -345,15 +351,22 @@ class TrainFigure:
 
 
 def contestants_of(methods: str, against: str) -> list[str]:
-    """Dense first, then the other peers, then the methods; a method may have settings behind its name."""
-    from totalreduce.sparse.methods import METHODS
-    from totalreduce.strategies.strategies import STRATEGIES
+    """Dense first, then the other peers, then the methods; a method may have settings behind its name.
 
-    known = [name for name in (*METHODS, *STRATEGIES) if name not in ("dense", "powersgd")]
+    Raises:
+        ConfigurationError: A name is unknown, or a strategy refuses its settings.
+    """
+    from totalreduce.sparse.methods import METHODS
+
+    by_name = strategies()
+    known = [name for name in (*METHODS, *by_name) if name not in ("dense", "powersgd")]
     peers = [text.strip() for text in against.split(",") if text.strip()]
-    split_names("--against", ",".join(map(_name_of, peers)), PEERS)
+    split_names("--against", ",".join(map(name_of, peers)), PEERS)
     chosen = [text.strip() for text in methods.split(",") if text.strip()]
-    split_names("--methods", ",".join(map(_name_of, chosen)), known)
+    split_names("--methods", ",".join(map(name_of, chosen)), known)
+    for text in chosen:
+        if name_of(text) in by_name:
+            make_strategy(parse_contestant(text))
     return list(dict.fromkeys(["dense", *peers, *chosen]))
 
 
@@ -455,6 +468,7 @@ def _measure(
     common = ["--model", model, "--steps", str(plan.steps), "--density", str(plan.density)]
     common += [] if optimizer == "own" else ["--optimizer", optimizer]
     common += ["--width", str(plan.keys)] if model == "logistic" else []
+    common += ["--first-seed", str(plan.first_seed)] if plan.first_seed else []
     trains = [*common, "--evaluations", str(plan.looks), "--seeds"]
     turns = [*common, "--turns", str(_TURNS), "--turns-s", str(_TURNS_S)]
     here, everybody = replace(setting, hosts=0), plan.contestants
@@ -462,7 +476,7 @@ def _measure(
     if not is_first:
         return samples
     uneven = [name for name in everybody if _is_uneven(name)]
-    served = [name for name in everybody if _is_served(name)]
+    served = [name for name in everybody if takes_own_steps(parse_contestant(name), setting.ranks)]
     for link in plan.links:
         rate, delay_ms = parse_link(link)
         there, counted = replace(setting, rate=rate, delay_ms=delay_ms), ["--interface", "eth0"]
@@ -507,32 +521,18 @@ def summarise(samples: CaseSamples) -> list[TrainFigure]:
     return figures
 
 
-def _name_of(contestant: str) -> str:
-    return contestant.partition(":")[0]
-
-
 def _door_of(contestant: str) -> str:
-    if _name_of(contestant) in TORCHFT:
+    if name_of(contestant) in TORCHFT:
         return "torchft"
-    return "ddp" if _name_of(contestant) in PEERS else "optimizer"
+    return "ddp" if name_of(contestant) in PEERS else "optimizer"
 
 
 def _is_uneven(contestant: str) -> bool:
     """Whether what is sent changes in the course of a training: sparse methods, and Strom's threshold."""
     from totalreduce.sparse.methods import METHODS
 
-    name = _name_of(contestant)
+    name = name_of(contestant)
     return name not in PEERS and (name in METHODS or name == "strom")
-
-
-def _is_served(contestant: str) -> bool:
-    from totalreduce.strategies.async_gossip import AsyncGossip
-    from totalreduce.strategies.served import ServedStrategy
-    from totalreduce.strategies.strategies import STRATEGIES
-
-    name = _name_of(contestant)
-    make = STRATEGIES[name] if name in set(STRATEGIES) else None
-    return isinstance(make, type) and issubclass(make, ServedStrategy | AsyncGossip)
 
 
 def _means(values: Sequence[float], block: int) -> list[float]:
@@ -565,7 +565,7 @@ def _after(
         step: The number of steps.
         read: Returns what a run has needed for a number of steps.
     """
-    if _name_of(name) not in _POST_LOCAL:
+    if name_of(name) not in _POST_LOCAL:
         return read(timed[name].first, step)
     training = samples.learnt[name]
     start = min(step, round(training.local_after * training.steps))
@@ -587,7 +587,7 @@ def _on_link(samples: CaseSamples, link: str, name: str, reached: Sequence[float
 def _with_slow_rank(samples: CaseSamples, name: str, reached: Sequence[float], goal: float) -> SlowFigure:
     """Return the figure of a contestant with a slow rank; ``reached``: steps at which the loss was reached without."""
     training, ends = samples.slowed[name], [run.evaluations[-1].loss for run in samples.learnt[name].runs]
-    if _is_served(name):
+    if not training.first.alone_s:  # it was trained to the end
         found = [(run, _first_step(run.evaluations, goal)) for run in training.runs]
         seconds = [run.elapsed(step) for run, step in found if step is not None]
         ends = [run.evaluations[-1].loss for run in training.runs]
@@ -680,12 +680,12 @@ def _slow_table(setting: Setting, case: str, samples: CaseSamples, figures: list
 def _panels(samples: Mapping[str, CaseSamples]) -> list[Panel]:
     panels = []
     for case, own in samples.items():
-        if not own.timed:
-            continue
-        last = list(own.timed)[-1]
         curves = {name: _mean_curve(training) for name, training in own.learnt.items()}
         lines = [Line(name, steps, losses) for name, (steps, losses) in curves.items()]
         panels.append(Panel(f"{case}, over steps", ("steps", "loss"), lines))
+        if not own.timed:
+            continue
+        last = list(own.timed)[-1]
         for title, unit, link, scale, read in (
             ("over bytes sent", "MiB sent by rank 0", last, 1 / (1 << 20), _sent_after),
             *((f"over time, {link}", "s", link, 1.0, Run.elapsed) for link in own.timed),
