@@ -1,6 +1,7 @@
 """Strategies, their ranks in lockstep: what they compute, beside loops in plain NumPy."""
 
 import dataclasses
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -8,12 +9,13 @@ import pytest
 from totalreduce.codecs.int8 import Int8
 from totalreduce.codecs.topk import Topk
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError
+from totalreduce.foundation.partition import balanced_range
 from totalreduce.strategies.averaging import LocalSGD, PostLocalSGD
 from totalreduce.strategies.easgd import EASGD
 from totalreduce.strategies.gossip import Gossip, partners
-from totalreduce.strategies.outer import DiLoCo, HeavyBall, Nesterov, SlowMo, fragments_of
+from totalreduce.strategies.outer import DiLoCo, HeavyBall, Nesterov, SlowMo
 from totalreduce.strategies.strom import Strom
-from totalreduce.testing.strategies import StrategyRanks
+from totalreduce.testing.strategies import ArrayReplica, StrategyRanks
 
 SIZES = (1, 2, 3, 4, 5, 7, 8)
 sizes = pytest.mark.parametrize("world_size", SIZES)
@@ -136,8 +138,9 @@ def test_diloco_is_what_the_papers_say(world_size: int, overlap: int) -> None:
     lr, momentum, period, mix = 0.7, 0.9, 6, 0.25
     strategy = DiLoCo(period=period, outer=Nesterov(lr, momentum), fragments=3, overlap=overlap, mix=mix)
     ranks = StrategyRanks(strategy, world_size, start())
-    edges = np.cumsum([0, *SHAPE])
-    parts = [slice(edges[part[0]], edges[part[-1] + 1]) for part in fragments_of(SHAPE, 3)]
+    edges = [balanced_range(N, 3, number)[0] for number in range(3)] + [N]
+    assert set(edges) & set(np.cumsum(SHAPE)) == {N}  # fragments begin and end within tensors
+    parts = [slice(*ends) for ends in pairwise(edges)]
     expected, common, velocity = begin(world_size), begin(1)[0], np.zeros(N)
     waiting = []
     for step in range(1, 20):
@@ -156,12 +159,18 @@ def test_diloco_is_what_the_papers_say(world_size: int, overlap: int) -> None:
         np.testing.assert_allclose(everybody(ranks), expected, rtol=0, atol=1e-12)
 
 
-def test_fragments_are_neighbours_of_the_same_size() -> None:
-    assert fragments_of([10, 10, 10, 10], 2) == [[0, 1], [2, 3]]
-    assert fragments_of([100, 1, 1, 1], 2) == [[0], [1, 2, 3]]
-    assert fragments_of([5], 4) == [[0]]
-    assert fragments_of([0, 0], 2) == [[0, 1]]
-    assert [tensor for part in fragments_of(list(range(20)), 6) for tensor in part] == list(range(20))
+@pytest.mark.parametrize(("fragments", "wanted"), [(1, [N]), (4, [13, 13, 12, 12])])
+def test_fragments_are_parts_of_the_same_size(fragments: int, wanted: list[int]) -> None:
+    replica = ArrayReplica(start())
+    session = DiLoCo(period=8, fragments=fragments).session(replica, 0, 1)
+    assert [len(part) for part in session.state()["shared"]["common"]] == wanted
+
+
+def test_there_are_no_fragments_without_elements() -> None:
+    session = DiLoCo(period=8, fragments=5).session(ArrayReplica([np.zeros(1), np.zeros(0), np.zeros(2)]), 0, 1)
+    assert [len(part) for part in session.state()["shared"]["common"]] == [1, 1, 1]
+    nothing = DiLoCo(period=8, fragments=5).session(ArrayReplica([np.zeros(0)]), 0, 1)
+    assert [len(part) for part in nothing.state()["shared"]["common"]] == [0]
 
 
 @sizes

@@ -1,4 +1,6 @@
-"""Index arithmetic: the division of a tensor between ranks and lanes. Pure functions, equal on all ranks.
+"""Index arithmetic: the division of a tensor between ranks and lanes, and of a model into ranges of elements.
+
+All functions are pure, and equal on all ranks.
 
 A tensor is cut into ``num_chunks`` chunks (one per rank in a ring), each chunk into ``num_lanes`` lanes. Boundaries
 depend on the element count and on the settings the group agreed on, never on arrival, so results are the same bits
@@ -7,7 +9,9 @@ under any schedule.
 
 from __future__ import annotations
 
-__all__ = ["PIECE_BYTES_MIN", "balanced_range", "lane_count", "pipeline_pieces"]
+from collections.abc import Iterator, Sequence
+
+__all__ = ["PIECE_BYTES_MIN", "balanced_range", "lane_count", "parts_of_range", "pipeline_pieces"]
 
 #: The smallest piece of a pipeline: below this size a message costs more than its bytes.
 PIECE_BYTES_MIN = 64 * 1024
@@ -24,6 +28,25 @@ def balanced_range(total: int, parts: int, index: int) -> tuple[int, int]:
     size, larger = divmod(total, parts)
     start = index * size + min(index, larger)
     return start, start + size + (1 if index < larger else 0)
+
+
+def parts_of_range(sizes: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the tensors that a range of elements touches, with the first and behind the last element in each.
+
+    Args:
+        sizes: The number of elements of each tensor; the tensors lie one behind the other.
+        begin: The first element of the range.
+        end: That behind the last one.
+
+    >>> list(parts_of_range([4, 2, 5], 3, 8))
+    [(0, 3, 4), (1, 0, 2), (2, 0, 2)]
+    """
+    start = 0
+    for tensor, size in enumerate(sizes):
+        first, last = max(begin - start, 0), min(end - start, size)
+        if first < last:
+            yield tensor, first, last
+        start += size
 
 
 def lane_count(

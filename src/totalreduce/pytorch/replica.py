@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from totalreduce.foundation.errors import ConfigurationError, PlanMismatchError
+from totalreduce.foundation.partition import parts_of_range
 from totalreduce.groups.group import Group
 from totalreduce.kernels.arrays import Array
 
@@ -57,6 +58,23 @@ class ModelReplica:
     def write(self, tensors: Sequence[int], values: Array) -> None:
         """Set the elements of these parameters."""
         self._set([self._parameters[tensor] for tensor in tensors], values)
+
+    def read_range(self, begin: int, end: int) -> Array:
+        """Return a copy of a range of elements of all parameters, which lie one behind the other."""
+        parts = parts_of_range(self._sizes, begin, end)
+        return self._flat([self._parameters[tensor].detach().reshape(-1)[first:last] for tensor, first, last in parts])
+
+    @torch.no_grad()
+    def write_range(self, begin: int, values: Array) -> None:
+        """Set a range of elements."""
+        done = 0
+        for tensor, first, last in parts_of_range(self._sizes, begin, begin + values.size):
+            parameter = self._parameters[tensor]
+            elements = parameter.reshape(-1)  # a copy where the memory has another order than the elements
+            elements[first:last].copy_(torch.from_numpy(values[done : done + last - first]))
+            if elements.data_ptr() != parameter.data_ptr():
+                parameter.copy_(elements.view(parameter.shape))
+            done += last - first
 
     def describe_state(self) -> str:
         """Name the tensors of ``read_state``, with their sizes."""

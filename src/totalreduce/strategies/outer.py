@@ -12,7 +12,7 @@ momentum.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, final
 
@@ -21,10 +21,11 @@ import numpy as np
 from totalreduce.codecs.codec import Codec, check_codec
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.partition import balanced_range
 from totalreduce.kernels.arrays import Array
 from totalreduce.strategies.strategy import UNDER_WAY, Pending, Replica, Strategy, mean_of
 
-__all__ = ["DiLoCo", "HeavyBall", "Nesterov", "OuterOptimizer", "OuterSession", "SlowMo", "fragments_of"]
+__all__ = ["DiLoCo", "HeavyBall", "Nesterov", "OuterOptimizer", "OuterSession", "SlowMo"]
 
 
 class OuterOptimizer(Protocol):
@@ -100,8 +101,8 @@ class DiLoCo(Strategy):
     Attributes:
         period: The number of steps between two exchanges of the same parameters.
         outer: The outer optimizer.
-        fragments: The number of parts of the model, of about the same size. They are exchanged one after the other,
-            at even distances within a period.
+        fragments: The number of parts of the model, of the same size: ranges of elements, which may begin and end
+            within a tensor. They are exchanged one after the other, at even distances within a period.
         overlap: The number of steps that go on while a fragment is exchanged; below ``period``. 0: training waits.
         mix: The weight of this rank's own parameters where a result is taken over; with ``overlap`` only.
         codec: Encodes updates, with error feedback. ``None``: they are sent as they are.
@@ -172,36 +173,26 @@ class SlowMo(Strategy):
         return DiLoCo(period=self.period, outer=HeavyBall(self.lr, self.momentum))
 
 
-def fragments_of(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Return the tensors of each fragment: neighbours, of about the same number of elements together.
-
-    There are fewer fragments if there are fewer tensors.
-    """
-    fragments: list[list[int]] = [[] for _ in range(count)]
-    total, done = sum(sizes), 0
-    for tensor, size in enumerate(sizes):
-        middle = done + size / 2
-        fragments[min(count - 1, int(middle * count / total)) if total else 0].append(tensor)
-        done += size
-    return [fragment for fragment in fragments if fragment]
-
-
 @final
 class _Fragment:
     """A part of the model.
 
     Attributes:
-        tensors: The numbers of its tensors.
+        begin: Its first element, in all tensors one behind the other.
         common: The parameters that all ranks have.
         velocity: That of the outer optimizer.
         rest: What this rank's codes have not expressed.
     """
 
-    def __init__(self, tensors: Sequence[int], replica: Replica) -> None:
-        self.tensors = tensors
-        self.common = replica.read(tensors)
+    def __init__(self, replica: Replica, begin: int, end: int) -> None:
+        self.begin = begin
+        self.common = replica.read_range(begin, end)
         self.velocity = np.zeros_like(self.common)
         self.rest = np.zeros_like(self.common)
+
+    def read(self, replica: Replica) -> Array:
+        """Return a copy of the replica's elements."""
+        return replica.read_range(self.begin, self.begin + self.common.size)
 
 
 @final
@@ -213,7 +204,9 @@ class OuterSession:
         self._settings, self._replica = settings, replica
         self._rank, self._world_size = rank, world_size
         self._steps = 0
-        self._fragments = [_Fragment(tensors, replica) for tensors in fragments_of(replica.sizes, settings.fragments)]
+        total = sum(replica.sizes)
+        count = max(1, min(settings.fragments, total))
+        self._fragments = [_Fragment(replica, *balanced_range(total, count, number)) for number in range(count)]
 
     def exchanges_gradients(self) -> bool:
         """Gradients are never exchanged."""
@@ -237,7 +230,7 @@ class OuterSession:
         for number in self._turns(self._steps):
             fragment = self._fragments[number]
             update = fragment.rest
-            update += fragment.common - self._replica.read(fragment.tensors)
+            update += fragment.common - fragment.read(self._replica)
             exchange = mean_of(update, settings.codec, self._rank, self._world_size, self._steps)
             pending.append(Pending(number, self._steps + settings.overlap, exchange))
         return pending
@@ -249,8 +242,8 @@ class OuterSession:
         values = fragment.common
         if settings.overlap and settings.mix:
             mix = values.dtype.type(settings.mix)
-            values = mix * self._replica.read(fragment.tensors) + (1 - mix) * values
-        self._replica.write(fragment.tensors, values)
+            values = mix * fragment.read(self._replica) + (1 - mix) * values
+        self._replica.write_range(fragment.begin, values)
 
     def state(self) -> Mapping[str, Any]:
         """Return the number of steps; common parameters and velocities; and what was not sent."""

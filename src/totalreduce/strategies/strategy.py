@@ -38,6 +38,12 @@ class Replica(Protocol):
     def write(self, tensors: Sequence[int], values: Array) -> None:
         """Set the elements of these tensors."""
 
+    def read_range(self, begin: int, end: int) -> Array:
+        """Return a copy of a range of elements of all tensors, which lie one behind the other."""
+
+    def write_range(self, begin: int, values: Array) -> None:
+        """Set a range of elements."""
+
     def describe_state(self) -> str:
         """Name the tensors of ``read_state``, with their sizes."""
 

@@ -11,6 +11,7 @@ from typing import Any, final
 
 import numpy as np
 
+from totalreduce.foundation.partition import parts_of_range
 from totalreduce.kernels.arrays import Array
 from totalreduce.strategies.strategy import Pending, Strategy
 from totalreduce.testing.lockstep import run_exchanges
@@ -48,6 +49,18 @@ class ArrayReplica:
             array = self.arrays[tensor]
             array[:] = values[begin : begin + array.size]
             begin += array.size
+
+    def read_range(self, begin: int, end: int) -> Array:
+        """Return a copy of a range of elements of all tensors, which lie one behind the other."""
+        parts = [self.arrays[tensor][first:last] for tensor, first, last in parts_of_range(self.sizes, begin, end)]
+        return np.concatenate([np.zeros(0, self.dtype), *parts])
+
+    def write_range(self, begin: int, values: Array) -> None:
+        """Set a range of elements."""
+        done = 0
+        for tensor, first, last in parts_of_range(self.sizes, begin, begin + values.size):
+            self.arrays[tensor][first:last] = values[done : done + last - first]
+            done += last - first
 
     def describe_state(self) -> str:
         """Return ``state_layout``."""
