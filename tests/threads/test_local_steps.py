@@ -70,6 +70,14 @@ class TorchReplica:
         for tensor, part in zip(tensors, parts, strict=True):
             self.parameters[tensor].data.copy_(part.view_as(self.parameters[tensor]))
 
+    def read_range(self, begin, end):
+        return self.read(range(len(self.sizes)))[begin:end]
+
+    def write_range(self, begin, values):
+        everything = self.read(range(len(self.sizes)))
+        everything[begin : begin + values.size] = values
+        self.write(range(len(self.sizes)), everything)
+
 
 def in_one_process(sync: Strategy, world_size: int, steps: int) -> list[torch.Tensor]:
     """Train one model per rank, one after the other, with the exchanges in lockstep."""
