@@ -254,16 +254,27 @@ def test_another_ranks_part() -> None:
     parley.run()
     parley.submit(0, ask("b"))
     for peer, message in (
-        (1, encode(Kind.VOTE, 1, 0, bits=7)),  # round 0 is rank 3's
-        (3, encode(Kind.VOTE, 1, 1, bits=7)),  # round 1 is rank 2's
+        (1, encode(Kind.VOTE, 1, 1, bits=7)),  # four ranks have one round
         (3, encode(Kind.REQUESTS, 1, value=[])),  # rank 3 speaks to rank 2
         (1, encode(Kind.RESPONSES, 1, value=[[], []])),
     ):
         with pytest.raises(ProtocolError):
             parley.ranks[0].receive(peer, message, 0.0)
-    parley.ranks[0].receive(2, encode(Kind.VOTE, 1, 1, bits=7), 0.0)
+    parley.ranks[0].receive(2, encode(Kind.VOTE, 1, 0, bits=7), 0.0)
     with pytest.raises(ProtocolError, match="twice"):
-        parley.ranks[0].receive(2, encode(Kind.VOTE, 1, 1, bits=7), 0.0)
+        parley.ranks[0].receive(2, encode(Kind.VOTE, 1, 0, bits=7), 0.0)
+
+
+def test_a_vote_from_a_rank_that_has_no_part_in_the_round() -> None:
+    parley = Parley(6)
+    parley.submit(0, ask("a"))
+    parley.run()
+    parley.submit(0, ask("b"))
+    for peer, round_ in ((1, 0), (2, 0), (3, 1)):  # the votes of 5, 4 and 3 come in round 0, that of 2 in round 1
+        with pytest.raises(ProtocolError, match="which is another rank's part"):
+            parley.ranks[0].receive(peer, encode(Kind.VOTE, 1, round_, bits=7), 0.0)
+    for peer, round_ in ((5, 0), (4, 0), (3, 0), (2, 1)):
+        parley.ranks[0].receive(peer, encode(Kind.VOTE, 1, round_, bits=7), 0.0)
 
 
 def answered(negotiator: Negotiator, *responses: Response, joined: tuple[int, ...] = ()) -> Callable[[], None]:

@@ -29,9 +29,22 @@ def test_requests_of_all_ranks_reach_rank_0_and_votes_reach_all(world_size: int)
     assert {rank for child in ranks[0].children for rank in ranks[0].subtree(child)} == set(range(1, world_size))
     heard = [{rank} for rank in range(world_size)]
     for round_ in range(ranks[0].num_rounds):
-        assert all(ranks[ranks[rank].vote_target(round_)].vote_source(round_) == rank for rank in range(world_size))
-        heard = [heard[rank] | heard[ranks[rank].vote_source(round_)] for rank in range(world_size)]
+        for rank, topology in enumerate(ranks):
+            assert all(rank in ranks[target].vote_sources[round_] for target in topology.vote_targets[round_])
+        heard = [
+            heard[rank].union(*(heard[each] for each in ranks[rank].vote_sources[round_])) for rank in range(world_size)
+        ]
     assert all(votes == set(range(world_size)) for votes in heard)
+    for topology in ranks:
+        sources = [source for several in topology.vote_sources for source in several]
+        assert len(sources) == len(set(sources)) == sum(map(len, topology.vote_targets)), "each rank votes once"
+        assert topology.rank not in sources
+
+
+@pytest.mark.parametrize(("world_size", "rounds", "messages"), [(2, 1, 1), (3, 1, 2), (4, 1, 3), (8, 2, 4), (64, 3, 9)])
+def test_up_to_four_ranks_vote_in_one_round(world_size: int, rounds: int, messages: int) -> None:
+    topology = Topology(world_size - 1, world_size)
+    assert (topology.num_rounds, sum(map(len, topology.vote_targets))) == (rounds, messages)
 
 
 def test_the_timer_collects_until_a_caller_is_blocked_or_a_buffer_is_full() -> None:
@@ -109,7 +122,7 @@ def test_a_joined_rank_is_announced_once() -> None:
 
 
 def test_the_inbox_keeps_messages_of_this_cycle_and_votes_of_the_next() -> None:
-    inbox = CycleInbox(Topology(0, 4), Allowances())
+    inbox = CycleInbox(Topology(0, 4), Allowances(), ResponseCache(8))
 
     def add(peer: int, message: bytes) -> None:
         kind, cycle, round_, body = split(message)
@@ -120,7 +133,7 @@ def test_the_inbox_keeps_messages_of_this_cycle_and_votes_of_the_next() -> None:
     assert inbox.has_begun
     for peer, message in (
         (3, encode(Kind.VOTE, 0, 0, bits=5)),  # twice
-        (2, encode(Kind.VOTE, 0, 0, bits=5)),  # rank 3's part
+        (2, encode(Kind.VOTE, 0, 1, bits=5)),  # in a round that four ranks do not have
         (3, encode(Kind.VOTE, 1, 0, bits=5)),  # while this rank is idle
         (3, encode(Kind.VOTE, 2, 0, bits=5)),  # two cycles ahead
         (1, encode(Kind.REQUESTS, 0, value=[[1, [], False]])),  # while this rank is idle
@@ -130,13 +143,18 @@ def test_the_inbox_keeps_messages_of_this_cycle_and_votes_of_the_next() -> None:
             add(peer, message)
     inbox.is_idle = False
     add(3, encode(Kind.VOTE, 1, 0, bits=7))
-    assert inbox.take(Kind.VOTE, 0) == b"\x05"
-    assert inbox.take(Kind.VOTE, 0) is None
-    assert inbox.missing_children() == [1, 2]
+    assert inbox.missing(Kind.VOTE, [1, 2, 3]) == [1, 2]
+    assert inbox.take(Kind.VOTE, [1, 2, 3]) is None
+    add(1, encode(Kind.VOTE, 0, 0, bits=1))
+    assert inbox.take(Kind.VOTE, [1, 3]) == [1, 5]
+    assert inbox.take(Kind.VOTE, [3]) is None
+    assert inbox.missing(Kind.REQUESTS, [1, 2]) == [1, 2]
     add(1, encode(Kind.REQUESTS, 0, value=[[1, [ask("a").to_wire()], False]]))
-    assert inbox.missing_children() == [2]
+    assert inbox.missing(Kind.REQUESTS, [1, 2]) == [2]
     add(2, encode(Kind.REQUESTS, 0, value=[[3, [], True], [2, [], False]]))
-    assert [each.rank for each in inbox.take_requests()] == [1, 3, 2]
+    lists = inbox.take(Kind.REQUESTS, [1, 2])
+    assert lists is not None
+    assert [[each.rank for each in requests] for requests in lists] == [[1], [3, 2]]
     inbox.end_cycle()
     assert (inbox.number, inbox.is_idle, inbox.has_begun) == (1, True, True)
     with pytest.raises(ProtocolError, match="rank 3 says VOTE in cycle 1, which had no such part"):

@@ -14,6 +14,9 @@ INVALID is followed by GATHER, and GATHER by OVER.
 from __future__ import annotations
 
 import enum
+import functools
+import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -22,7 +25,7 @@ from totalreduce.coordination.cache import bits_of
 from totalreduce.coordination.inbox import CycleInbox
 from totalreduce.coordination.limits import RankRequests, requests_of_cycle
 from totalreduce.coordination.membership import Membership
-from totalreduce.coordination.messages import MALFORMED, Kind, decode_bits, decode_json, encode
+from totalreduce.coordination.messages import MALFORMED, STATUS_BITS, Kind, encode
 from totalreduce.coordination.requests import Request, Response
 from totalreduce.coordination.sender import Sender
 from totalreduce.coordination.submissions import CycleTimer, Submissions
@@ -33,7 +36,6 @@ from totalreduce.foundation.errors import ProtocolError
 __all__ = ["Cycles"]
 
 _UNCACHED, _INVALID = 1, 2
-_STATUS_BITS = 2
 _STATUS = _UNCACHED | _INVALID
 #: Lists of responses are never changed once they are made.
 _NONE: list[Response] = []
@@ -87,7 +89,7 @@ class Cycles:
         self._topology, self._submissions, self._timer = topology, submissions, timer
         self._membership, self._sender = membership, sender
         self._cache, self._counters = submissions.cache, sender.counters
-        self.inbox = CycleInbox(topology, submissions.allowances)
+        self.inbox = CycleInbox(topology, submissions.allowances, submissions.cache)
         self.table = RequestTable(topology.world_size)
         self._cycle: _Cycle | None = None
         self._responses = _NONE
@@ -105,10 +107,11 @@ class Cycles:
             is_waiting = self._submissions.waiting or self._membership.is_joining
             return range(self._topology.world_size) if is_waiting else ()
         if cycle.phase is not _Phase.GATHER:
-            return (self._topology.vote_source(cycle.round),)
+            kind = Kind.VOTE if cycle.phase is _Phase.VOTE else Kind.INVALID
+            return self.inbox.missing(kind, self._topology.vote_sources[cycle.round])
         if cycle.has_sent_requests:
             return (self._topology.parent,)
-        return self.inbox.missing_children()
+        return self.inbox.missing(Kind.REQUESTS, self._topology.children)
 
     def run(self, now: float) -> None:
         """Begin cycles that are due, and go on with them as far as messages have arrived."""
@@ -148,7 +151,7 @@ class Cycles:
             status |= _UNCACHED
         if invalid:
             status |= _INVALID
-        bits = (~status & _STATUS) | ((hits & ~invalid) << _STATUS_BITS)
+        bits = (~status & _STATUS) | ((hits & ~invalid) << STATUS_BITS)
         self._cycle = _Cycle(now, uncached, invalid, bits)
         self.inbox.is_idle = False
         self._timer.begin_cycle()
@@ -156,13 +159,14 @@ class Cycles:
         self._send_vote(self._cycle, Kind.VOTE)
 
     def _send_vote(self, cycle: _Cycle, kind: Kind) -> None:
-        """Send the message of this round of a vote."""
+        """Send the messages of this round of a vote."""
         if cycle.round < self._topology.num_rounds:
             message = encode(kind, self.inbox.number, cycle.round, bits=cycle.bits)
-            self._sender.send(self._topology.vote_target(cycle.round), message)
+            for peer in self._topology.vote_targets[cycle.round]:
+                self._sender.send(peer, message)
 
     def _vote(self, cycle: _Cycle) -> bool:
-        """Combine the vector with this round's message. Return ``False`` if the message has not arrived."""
+        """Combine the vector with this round's messages. Return ``False`` if one of them has not arrived."""
         is_first = cycle.phase is _Phase.VOTE
         if cycle.round == self._topology.num_rounds:
             if is_first:
@@ -171,15 +175,10 @@ class Cycles:
                 self._erase(cycle)
             return True
         kind = Kind.VOTE if is_first else Kind.INVALID
-        body = self.inbox.take(kind, cycle.round)
-        if body is None:
+        votes = self.inbox.take(kind, self._topology.vote_sources[cycle.round])
+        if votes is None:
             return False
-        if is_first:
-            cycle.bits &= decode_bits(body, self._cache.num_bits + _STATUS_BITS)
-        else:
-            cycle.bits |= decode_bits(body, self._cache.num_bits)
-            if cycle.bits & ~self._cache.all_bits:
-                raise ProtocolError("operations are out of date that no rank remembers")
+        cycle.bits = functools.reduce(operator.and_ if is_first else operator.or_, votes, cycle.bits)
         cycle.round += 1
         self._send_vote(cycle, kind)
         return True
@@ -187,7 +186,7 @@ class Cycles:
     def _end_vote(self, cycle: _Cycle) -> None:
         """Read the result of the first vote."""
         status = ~cycle.bits & _STATUS
-        cycle.ready = cycle.bits >> _STATUS_BITS
+        cycle.ready = cycle.bits >> STATUS_BITS
         if status & _INVALID:
             cycle.phase, cycle.round, cycle.bits = _Phase.INVALID, 0, cycle.invalid
             self._send_vote(cycle, Kind.INVALID)
@@ -212,9 +211,10 @@ class Cycles:
     def _gather(self, cycle: _Cycle) -> bool:
         """Send requests up and responses down the tree. Return ``False`` if the next message has not arrived."""
         if not cycle.has_sent_requests:
-            if self.inbox.missing_children():
+            below = self.inbox.take(Kind.REQUESTS, self._topology.children)
+            if below is None:
                 return False
-            requests = [*self.inbox.take_requests(), self._own_requests(cycle)]
+            requests = [*itertools.chain.from_iterable(below), self._own_requests(cycle)]
             cycle.has_sent_requests = True
             self._counters.slow_cycles += 1
             if not self._topology.rank:
@@ -222,10 +222,10 @@ class Cycles:
                 return True
             message = encode(Kind.REQUESTS, self.inbox.number, value=[each.to_wire() for each in requests])
             self._sender.send(self._topology.parent, message)
-        body = self.inbox.take(Kind.RESPONSES)
-        if body is None:
+        answers = self.inbox.take(Kind.RESPONSES, (self._topology.parent,))
+        if answers is None:
             return False
-        self._take_answer(cycle, decode_json(body))
+        self._take_answer(cycle, answers[0])
         return True
 
     def _own_requests(self, cycle: _Cycle) -> RankRequests:

@@ -6,10 +6,12 @@ only messages of this cycle and votes of the next one can arrive.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
+from totalreduce.coordination.cache import ResponseCache
 from totalreduce.coordination.limits import Allowances, RankRequests
-from totalreduce.coordination.messages import MALFORMED, Kind, decode_json
+from totalreduce.coordination.messages import MALFORMED, STATUS_BITS, Kind, decode_bits, decode_json
 from totalreduce.coordination.topology import Topology
 from totalreduce.foundation.errors import ProtocolError
 
@@ -25,11 +27,11 @@ class CycleInbox:
         is_idle: Whether no cycle is under way on this rank.
     """
 
-    def __init__(self, topology: Topology, allowances: Allowances) -> None:
+    def __init__(self, topology: Topology, allowances: Allowances, cache: ResponseCache) -> None:
         self.number, self.is_idle = 0, True
-        self._topology, self._allowances = topology, allowances
-        #: By cycle, kind, and sender (of requests) or round (of votes): the sender and the body.
-        self._messages: dict[tuple[int, Kind, int], tuple[int, Any]] = {}
+        self._topology, self._allowances, self._cache = topology, allowances, cache
+        #: By cycle, kind and sender: the body. A rank votes once for this rank in a cycle (``Topology``).
+        self._messages: dict[tuple[int, Kind, int], Any] = {}
         self._begun = -1  #: The latest cycle that another rank has announced by ``Kind.BEGIN``.
 
     def add(self, peer: int, kind: Kind, cycle: int, round_: int, body: bytes) -> None:
@@ -48,30 +50,29 @@ class CycleInbox:
             raise ProtocolError(f"rank {peer} says {kind.name} in cycle {cycle}; this rank is in {self.number}")
         if not self._may_send(peer, kind, round_):
             raise ProtocolError(f"rank {peer} says {kind.name} in round {round_}, which is another rank's part")
-        key = cycle, kind, peer if kind is Kind.REQUESTS else round_
+        key = cycle, kind, peer
         if key in self._messages:
             raise ProtocolError(f"rank {peer} says {kind.name} twice in cycle {cycle}")
-        # Requests are read at once, so that the rank that has sent too many is the one that is refused.
-        self._messages[key] = peer, self._read_requests(peer, body) if kind is Kind.REQUESTS else body
+        # A message is read at once, so that the rank that has sent a wrong one is the one that is refused.
+        self._messages[key] = self._read(peer, kind, body)
 
     @property
     def has_begun(self) -> bool:
         """Whether another rank has begun this cycle."""
         return bool(self._messages) or self._begun >= self.number
 
-    def take(self, kind: Kind, round_: int = 0) -> bytes | None:
-        """Return the body of a message of this cycle and forget the message; ``None`` if it has not arrived."""
-        entry = self._messages.pop((self.number, kind, round_), None)
-        return None if entry is None else entry[1]
+    def missing(self, kind: Kind, senders: Iterable[int]) -> list[int]:
+        """Return the senders of which no message of this kind has arrived in this cycle."""
+        return [sender for sender in senders if (self.number, kind, sender) not in self._messages]
 
-    def missing_children(self) -> list[int]:
-        """Return the children in the tree whose requests of this cycle have not arrived."""
-        return [child for child in self._topology.children if (self.number, Kind.REQUESTS, child) not in self._messages]
+    def take(self, kind: Kind, senders: Sequence[int]) -> list[Any] | None:
+        """Return the bodies of the senders' messages of this cycle and forget them; ``None`` if one has not arrived.
 
-    def take_requests(self) -> list[RankRequests]:
-        """Return the requests of this cycle of all ranks below this one, and forget them; all have arrived."""
-        parts = [self._messages.pop((self.number, Kind.REQUESTS, child))[1] for child in self._topology.children]
-        return [requests for part in parts for requests in part]
+        The body of ``REQUESTS`` is a list of ``RankRequests``, that of ``RESPONSES`` a JSON value, and others are bits.
+        """
+        if self.missing(kind, senders):
+            return None
+        return [self._messages.pop((self.number, kind, sender)) for sender in senders]
 
     def end_cycle(self) -> None:
         """Note the end of a cycle, of which no message may be left: it would begin cycles without end.
@@ -80,7 +81,7 @@ class CycleInbox:
             ProtocolError: There is such a message, which no correct peer has sent.
         """
         self.number, self.is_idle = self.number + 1, True
-        for (cycle, kind, _), (peer, _) in self._messages.items():
+        for cycle, kind, peer in self._messages:
             if cycle < self.number:
                 raise ProtocolError(f"rank {peer} says {kind.name} in cycle {cycle}, which had no such part")
 
@@ -95,7 +96,19 @@ class CycleInbox:
             return peer in topology.children
         if kind is Kind.RESPONSES:
             return topology.rank > 0 and peer == topology.parent and round_ == 0
-        return round_ < topology.num_rounds and peer == topology.vote_source(round_)
+        return round_ < topology.num_rounds and peer in topology.vote_sources[round_]
+
+    def _read(self, peer: int, kind: Kind, body: bytes) -> Any:
+        """Return the body of a message, checked as far as it is known what is right."""
+        if kind is Kind.REQUESTS:
+            return self._read_requests(peer, body)
+        if kind is Kind.RESPONSES:
+            return decode_json(body)
+        # A vote of the next cycle may have bits of entries that this rank makes at the end of this cycle.
+        bits = decode_bits(body, self._cache.capacity + STATUS_BITS)
+        if kind is Kind.INVALID and bits & ~self._cache.all_bits:
+            raise ProtocolError(f"rank {peer} says that operations are out of date that no rank remembers")
+        return bits
 
     def _read_requests(self, child: int, body: bytes) -> list[RankRequests]:
         """Read the requests of a child and of all ranks below it, and charge these ranks with them.

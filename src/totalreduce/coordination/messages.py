@@ -18,7 +18,7 @@ from typing import Any
 
 from totalreduce.foundation.errors import ProtocolError
 
-__all__ = ["MALFORMED", "Kind", "decode_bits", "decode_json", "encode", "split"]
+__all__ = ["MALFORMED", "STATUS_BITS", "Kind", "decode_bits", "decode_json", "encode", "split"]
 
 #: The exceptions that reading a JSON value of an unexpected form raises. ``int`` of an infinity and deeply nested texts
 #: raise the last two.
@@ -28,6 +28,8 @@ _HEAD = struct.Struct("<BBQ")
 #: The memory that the values of a message may take, and upper bounds for a list, an object, and one more part of both.
 _VALUE_BYTES_MAX = 40 * 1024 * 1024
 _PART_BYTES = ((b"[", 96), (b"{", 300), (b",", 64))
+#: The first bits of a vote do not stand for operations (``Cycles``).
+STATUS_BITS = 2
 
 
 class Kind(enum.IntEnum):

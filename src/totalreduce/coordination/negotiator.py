@@ -2,8 +2,8 @@
 
 Libraries need it whose collectives must be called in the same order on all ranks. Source: Horovod's coordination
 (response cache, bit vectors, coordinator), with these differences. No rank polls: a rank with news begins a cycle, and
-its first message draws the others in. Bit vectors travel in ceil(log2 P) messages per rank for every number of ranks P,
-because *and* and *or* may count a vote twice. Requests and responses travel along a binomial tree. A list of responses
+its first message draws the others in. Bit vectors travel in ceil(log4 P) rounds for every number of ranks P, because
+*and* and *or* may count a vote twice. Requests and responses travel along a binomial tree. A list of responses
 holds new ones only, since every rank has the cached ones.
 
 ``Negotiator`` is the interface. Its parts are plain objects: the cycles (``cycle.py``), this rank's operations and the

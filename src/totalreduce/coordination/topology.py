@@ -1,14 +1,19 @@
 """The ranks with which one rank exchanges the messages of a cycle.
 
-In round r of a vote every rank sends to the rank 2**r further on, and receives from the rank 2**r before it. Requests
-travel up a binomial tree to its root, rank 0, and responses travel down the same tree.
+Votes travel by dissemination with radix 4: in round r of a vote every rank sends to the ranks 4**r, 2 * 4**r and
+3 * 4**r further on, and receives from the ranks as far before it. So up to four ranks have one round. Requests travel
+up a binomial tree to its root, rank 0, and responses travel down the same tree.
 """
 
 from __future__ import annotations
 
-from typing import final
+from typing import Final, final
 
 __all__ = ["Topology"]
+
+#: With radix 2 a rank sends fewer messages (2 instead of 3 among four ranks), but a vote has more rounds (2 instead of
+#: 1). A round takes longer than a message where ranks share cores: it ends with a turn of the operating system.
+_RADIX: Final = 4
 
 
 @final
@@ -18,25 +23,26 @@ class Topology:
     Attributes:
         rank: Index of this rank in the group.
         world_size: Number of ranks of the group.
-        num_rounds: Number of rounds of a vote, ceil(log2(world_size)).
+        num_rounds: Number of rounds of a vote, ceil(log4(world_size)).
+        vote_targets: By round: the ranks to which this rank sends its vote.
+        vote_sources: By round: the ranks from which this rank receives a vote.
         parent: The rank to which this rank sends requests: its own number without the lowest one-bit.
         children: The ranks that send their requests to this rank.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        self.num_rounds = (world_size - 1).bit_length()
+        offsets = []
+        stride = 1
+        while stride < world_size:
+            offsets.append(range(stride, min(_RADIX * stride, world_size), stride))
+            stride *= _RADIX
+        self.num_rounds = len(offsets)
+        self.vote_targets = [[(rank + offset) % world_size for offset in each] for each in offsets]
+        self.vote_sources = [[(rank - offset) % world_size for offset in each] for each in offsets]
         self.parent = rank & (rank - 1)
-        levels = (rank & -rank).bit_length() - 1 if rank else self.num_rounds
+        levels = (rank & -rank).bit_length() - 1 if rank else (world_size - 1).bit_length()
         self.children = [rank + (1 << level) for level in range(levels) if rank + (1 << level) < world_size]
-
-    def vote_target(self, round_: int) -> int:
-        """Return the rank to which this rank sends its vote in a round."""
-        return (self.rank + (1 << round_)) % self.world_size
-
-    def vote_source(self, round_: int) -> int:
-        """Return the rank from which this rank receives a vote in a round."""
-        return (self.rank - (1 << round_)) % self.world_size
 
     def subtree(self, child: int) -> range:
         """Return a child and all ranks whose requests reach this rank through that child."""
