@@ -24,6 +24,7 @@ from totalreduce.groups.engine_collectives import EngineCollectives
 from totalreduce.native import agreement, failures
 from totalreduce.native.coordinator import Coordinator
 from totalreduce.native.describing import Describer
+from totalreduce.runner import runner
 from totalreduce.testing import run_ranks
 
 SIZES = [1, 2, 3, 4, 5, 8]
@@ -1938,3 +1939,27 @@ def test_observers_are_told() -> None:
             ("w", 2, kinds[0], 12 + 4 * rank, False),
             ("barrier#1", 0, kinds[1], 0, True),
         ]
+
+
+def test_operations_are_carried_out_only_when_the_messages_of_the_agreement_have_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner, "_LEAVE_S", 10.0)
+
+    def body(group: tr.Group) -> None:
+        coordinator = group.coordinate()
+        agreement = coordinator._agreement
+
+        def agree(now: float) -> bool:
+            agreement.negotiator.hurry(now)
+            return agreement._take_output(now)
+
+        with group._runner._moving:  # as a thread has it that sends these messages
+            work = coordinator.allreduce(torch.ones(1), name="a")
+            agreement._runner.act(agree)
+            assert agreement.negotiator.counters.cycles == 1
+            time.sleep(0.05)
+            assert not work.done()
+        assert work.wait(10.0).item() == 1.0
+
+    run_ranks(1, body)

@@ -111,7 +111,10 @@ class Allowances:
 
     def give_back(self, name: str) -> None:
         """Give the cost of an operation back to all ranks that have asked for it: the operation has a response."""
-        for rank, (times, cost) in self._costs.pop(name, {}).items():
+        costs = self._costs.pop(name, None)
+        if costs is None:
+            return
+        for rank, (times, cost) in costs.items():
             entries, num_bytes = self._spent[rank]
             self._spent[rank] = entries - times, num_bytes - cost
 

@@ -92,10 +92,11 @@ class Submissions:
 
     def agree(self, responses: Iterable[Response]) -> None:
         """Forget the operations of these responses."""
+        waiting, unsent = self.waiting, self.unsent
         for response in responses:
-            name = response.name
-            self.waiting.pop(name, None)
-            self.unsent.pop(name, None)
+            name = response.request.name
+            waiting.pop(name, None)
+            unsent.pop(name, None)
             self.allowances.give_back(name)
 
     def end_cycle(self, carried_out: int) -> None:

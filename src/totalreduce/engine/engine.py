@@ -256,7 +256,7 @@ class Engine:
             or members.departed
             or self.observers
             or record.layout is not layout
-            or (key[0], preceding(key[1])) in self.table.active
+            or (self.table.active and (key[0], preceding(key[1])) in self.table.active)
             or self.table.early.of(key) is not NO_FRAMES
             or key in self.reception.floating
         ):

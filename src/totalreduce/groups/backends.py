@@ -40,6 +40,8 @@ class Options(NamedTuple):
     @property
     def algorithm(self) -> str:
         """The name of the schedule as the engine knows it; checked."""
+        if self.schedule == "auto":  # most operations
+            return "auto"
         name = self.schedule.lower() if isinstance(self.schedule, str) else self.schedule
         if name != Algorithm.AUTO and name not in SCHEDULES:
             raise ConfigurationError(f"schedule {self.schedule!r} is not known; there are auto, {', '.join(SCHEDULES)}")

@@ -287,6 +287,7 @@ class Agreement:
             observer.requested(name, now, rank=ranks[index])
         responses = negotiator.cycles.pop_responses()
         if responses:
+            self._executor.finish(self._runner.let_messages_leave)  # so that the other ranks need not wait for packing
             self._executor.put(responses, [self._not_agreed.pop(response.name, None) for response in responses], now)
         for report in negotiator.pop_stalls():
             engine.reports.publish(report, now)

@@ -22,7 +22,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Literal, ParamSpec, final
+from typing import Literal, TypeVarTuple, Unpack, final
 
 from totalreduce.engine.any_receives import AnyReceive
 from totalreduce.engine.engine import Engine
@@ -42,11 +42,14 @@ __all__ = ["ComputeMode", "Runner"]
 
 _log = logging.getLogger(__name__)
 
-_P = ParamSpec("_P")
+_Arguments = TypeVarTuple("_Arguments")
 ComputeMode = Literal["auto", "thread", "inline"]
 
 #: The longest time between two calls of ``Engine.tick``, in seconds.
 _TICK_S = 0.1
+#: How long another thread lets messages leave before it computes, in seconds: as long as Python lets a thread compute
+#: that another one waits for.
+_LEAVE_S = 0.005
 
 
 @final
@@ -138,7 +141,7 @@ class Runner:
         """Announce an operation in the fast lane, unless another thread moves messages and will do so."""
         return self._in_lane(self._endpoint.announce, operation)
 
-    def _in_lane(self, move: Callable[_P, bool | None], *arguments: _P.args, **options: _P.kwargs) -> bool | None:
+    def _in_lane(self, move: Callable[[Unpack[_Arguments]], bool | None], *arguments: *_Arguments) -> bool | None:
         """Call a function that moves operations in the fast lane; ``None`` if another thread moves messages now.
 
         An exception in the function, Ctrl-C above all, may have cut an operation in two: then nothing moves any more.
@@ -146,7 +149,7 @@ class Runner:
         if not self._moving.acquire(blocking=False):
             return None
         try:
-            return None if self._failure is not None or self._stop else move(*arguments, **options)
+            return None if self._failure is not None or self._stop else move(*arguments)
         except BaseException as failure:
             self._failure = failure
             self._fail(failure)
@@ -184,6 +187,15 @@ class Runner:
                 return
             wake = self._sleepers > 0
         self._look_again(now, wake=wake)
+
+    def let_messages_leave(self) -> None:
+        """Wait until the thread that moves messages at the moment has moved those that are there, for a short time.
+
+        A thread that was woken by a message waits here before it computes for long: otherwise it gets Python's
+        interpreter lock as soon as the other thread wakes a peer, and the other messages leave only afterwards.
+        """
+        if self._moving.acquire(timeout=_LEAVE_S):
+            self._moving.release()
 
     def _look_again(self, now: float, *, wake: bool) -> None:
         """Have a thread send what was submitted. ``wake``: a thread waits for the network."""

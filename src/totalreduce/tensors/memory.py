@@ -270,8 +270,11 @@ class _Ranges:
 
     def remove(self, start: int, stop: int, owner: Operands) -> None:
         """Remove a range that was added."""
-        del self.entries[bisect_left(self.entries, (start, stop, id(owner)))]
-        if not self.entries:
+        entries = self.entries
+        if len(entries) > 1:
+            del entries[bisect_left(entries, (start, stop, id(owner)))]
+        else:
+            entries.clear()
             self._longest = 0
 
     def overlapping(self, start: int, stop: int) -> Iterator[Operands]:
@@ -313,9 +316,12 @@ class MemoryInFlight:
                 this operation overlap, and one of them takes a result.
             DeadlineExceededError: The operation in flight has not ended in time.
         """
-        self._check_itself(operands)
+        if len(operands.writes) + len(operands.reads) > 1 and operands.writes:
+            self._check_itself(operands)
         with self._lock:
-            other = self._conflict(operands)
+            other = None
+            if self._writes.entries or self._reads.entries or self._strided:
+                other = self._conflict(operands)
             if other is not None:
                 if any(other is each for each in beside):
                     raise ConfigurationError(
@@ -328,22 +334,25 @@ class MemoryInFlight:
                         "wait for that operation first, or use a copy"
                     )
                 self._wait(operands, wait_s)
-            for span in (*operands.reads, *operands.inputs):
-                self._reads.add(span.start, span.stop, operands)
+            for spans in (operands.reads, operands.inputs):
+                for start, stop, _ in spans:
+                    self._reads.add(start, stop, operands)
             for span in operands.writes:
-                if span.tensor is None:
-                    self._writes.add(span.start, span.stop, operands)
+                start, stop, strided = span
+                if strided is None:
+                    self._writes.add(start, stop, operands)
                 else:
                     self._strided.append((span, operands))
 
     def release(self, operands: Operands) -> None:
         """Note that an operation has ended, or was not submitted after all."""
         with self._lock:
-            for span in (*operands.reads, *operands.inputs):
-                self._reads.remove(span.start, span.stop, operands)
-            for span in operands.writes:
-                if span.tensor is None:
-                    self._writes.remove(span.start, span.stop, operands)
+            for spans in (operands.reads, operands.inputs):
+                for start, stop, _ in spans:
+                    self._reads.remove(start, stop, operands)
+            for start, stop, strided in operands.writes:
+                if strided is None:
+                    self._writes.remove(start, stop, operands)
             if self._strided:
                 self._strided = [entry for entry in self._strided if entry[1] is not operands]
             if self._waiting:
@@ -365,8 +374,6 @@ class MemoryInFlight:
 
     def _conflict(self, operands: Operands) -> Operands | None:
         """Return an operation in flight that must end first, if there is one."""
-        if not (self._writes.entries or self._reads.entries or self._strided):
-            return None
         for span in operands.writes:
             for ranges in (self._writes, self._reads):
                 for other in ranges.overlapping(span.start, span.stop):
@@ -384,9 +391,7 @@ class MemoryInFlight:
 
     @staticmethod
     def _check_itself(operands: Operands) -> None:
-        """Check that tensors of one operation do not overlap, if it writes one of them."""
-        if len(operands.writes) + len(operands.reads) < 2 or not operands.writes:
-            return
+        """Check that tensors of one operation, of which it writes one, do not overlap."""
         ordered = sorted(
             [(span, True) for span in operands.writes] + [(span, False) for span in operands.reads],
             key=lambda entry: entry[0][:2],
