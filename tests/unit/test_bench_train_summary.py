@@ -171,6 +171,8 @@ def test_losses_can_be_compared_without_links():
     assert (plan.links, plan.shortened().links) == ([], [])
     with pytest.raises(ConfigurationError, match="--rates names no link; 'none' measures none"):
         TrainPlan(rates=" , ")
+
+
 def test_losses_alone_need_no_link():
     """One launch for each contestant, with the seeds that were asked for; a table without links, and one picture."""
     launched = []
