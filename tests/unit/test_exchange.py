@@ -204,3 +204,53 @@ def test_a_rank_that_reads_no_process_refuses_a_peer_that_says_it_can():
     code.function(exchange.ADVANCE, made[0][0].ctypes.data, 0, 0)
     assert code.function(exchange.ADVANCE, second.ctypes.data, 0, 0) == exchange.VIOLATION
     assert second[exchange.CULPRIT] == 0
+
+
+@pytest.mark.parametrize("where", ["shared", "read"])
+def test_a_result_of_a_rank_that_has_failed_is_not_taken(where):
+    """Rank 0 has its result and fails, and its program changes the tensor before rank 1 has copied the other half."""
+    count, code = 300_000, exchange.load()
+    host = Host(2, count * 4)
+    tensors = [host.shared_tensor(rank, count, np.float32) for rank in range(2)]
+    if where == "read":
+        tensors = [np.empty(count, np.float32) for _ in range(2)]
+    made = []
+    for rank, tensor in enumerate(tensors):
+        tensor[:] = rank + 1
+        made.append(host.block(rank, tensor, chains(2), shared=where == "shared", read=where == "read"))
+    (first, _), (second, _) = made
+    for block in (first, second):
+        block[exchange.SELF] = block.ctypes.data
+
+    def advance(block, turns):
+        block[exchange.TURNS] = turns
+        return code.function(exchange.ADVANCE, block.ctypes.data, 0, 0)
+
+    advance(first, 0)
+    advance(second, 1)  # reduces and copies one piece
+    while first[exchange.REDUCED] < first[exchange.ROUNDS]:
+        advance(first, 1)
+    copied = second[exchange.COPIED]
+    assert code.function(exchange.HAS_ENDED, second.ctypes.data, 0, 0) == 0
+    code.function(exchange.MARK_FAILED, first.ctypes.data, 0, 0)
+    tensors[0][:] = 1000.0
+    for _ in range(10):
+        assert advance(second, 64) == exchange.PENDING
+    assert second[exchange.COPIED] == copied < second[exchange.ROUNDS]
+    assert code.function(exchange.HAS_ENDED, second.ctypes.data, 0, 0) == 0  # so its departure is a loss
+
+
+def test_a_rank_whose_process_is_still_read_is_needed():
+    count, code = 300_000, exchange.load()
+    host, tensors = Host(2, 0), [np.full(count, rank + 1, np.float32) for rank in range(2)]
+    (first, _), (second, _) = (host.block(rank, tensor, chains(2), read=True) for rank, tensor in enumerate(tensors))
+    for block in (first, second):
+        block[exchange.SELF], block[exchange.TURNS] = block.ctypes.data, 64
+        code.function(exchange.ADVANCE, block.ctypes.data, 0, 0)
+    second[exchange.TURNS] = 0
+    entry = host.memories[0][BOARD.entry(5) :][: exchange.ENTRY_BYTES].view(np.int64)
+    entry[exchange.E_COPIED // 8] = second[exchange.ROUNDS]  # as if rank 0 had copied everything
+    assert second[exchange.COPIED] < second[exchange.ROUNDS]
+    assert code.function(exchange.HAS_ENDED, second.ctypes.data, 0, 0) == 0
+    second[exchange.COPIED] = second[exchange.ROUNDS]
+    assert code.function(exchange.HAS_ENDED, second.ctypes.data, 0, 0) == 1

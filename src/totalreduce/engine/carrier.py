@@ -30,5 +30,5 @@ class Carrier(Protocol):
     def needs(self, operation: Operation, peer: int) -> bool:
         """Return whether a peer still has something to do for an operation."""
 
-    def ended(self, operation: Operation) -> None:
-        """Note that an operation has ended, well or with an error."""
+    def ended(self, operation: Operation, *, failed: bool) -> None:
+        """Note that an operation has ended, well or with an error: then before the program can change its tensors."""

@@ -679,7 +679,7 @@ class Engine:
         """
         if operation.carriage is not None:
             assert self.carrier is not None
-            self.carrier.ended(operation)
+            self.carrier.ended(operation, failed=error is not None)
         group_goes_on = self.members.lost is None and not self.members.closed
         self.table.end(operation, error, now, group_goes_on=group_goes_on)
         self.stalls.forget(operation.key)

@@ -382,7 +382,7 @@ class FastLane:
         if carriage.has_begun:
             return False
         self.exchange(exchange.WITHDRAW, carriage.address, 0, 0)
-        self.ended(operation)
+        self.ended(operation, failed=False)
         return True
 
     def needs(self, operation: Operation, peer: int) -> bool:
@@ -398,13 +398,16 @@ class FastLane:
         carriage.operation = operation
         self.carried[operation] = carriage
 
-    def ended(self, operation: Operation) -> None:
+    def ended(self, operation: Operation, *, failed: bool) -> None:
         """Note that an operation has ended.
 
         The announcement of an operation that has failed stays: other ranks may have found it, and must not take its end
-        for a success. They learn of the failure by messages.
+        for a success. They learn of the failure by messages. A mark in it tells those that read the tensor where it is
+        that it may change from now on.
         """
         carriage = self.carried.pop(operation)
+        if failed:
+            self.exchange(exchange.MARK_FAILED, carriage.address, 0, 0)
         carriage.ended, carriage.buffers = True, ()
         if not carriage.has_begun:
             carriage.given_back = True

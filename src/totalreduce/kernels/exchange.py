@@ -53,6 +53,7 @@ __all__ = [
     "IS_READ",
     "IS_WHOLE",
     "LOOK",
+    "MARK_FAILED",
     "MAX",
     "MIN",
     "PEER_WORDS",
@@ -135,6 +136,9 @@ E_SIGNATURE, E_SOURCE, E_STAGE = 0, 8, 16
 #: read one of them before and the other one after the entry was given to another operation. Then it would find the key
 #: of the one with the iteration of the other, and read a stage that is being written.
 E_OPERATION = 24
+#: The number of the operation that has failed on this rank, whose tensor the program may change from then on. What
+#: another rank reads there before it finds the mark is of no use.
+E_FAILED = 32
 #: The factor of the iteration in that number. It is odd.
 ITERATION_FACTOR = -0x61C8864680B583EB
 #: Each counter has a cache line of its own.
@@ -170,12 +174,15 @@ RESTART = 1
 LOOK = 2
 #: Return whether ``ADVANCE`` could find something to do that it has not found.
 HAS_CHANGED = 3
-#: Return whether a peer (third argument) that has announced the operation has ended its part of it.
+#: Return whether a peer (third argument) that has announced the operation has ended its part of it, and this rank needs
+#: nothing of its memory any more that is not shared.
 HAS_ENDED = 4
 #: Return whether no peer reads this rank's entry or stage any more, after this rank's own part has ended.
 IS_READ = 5
 #: Take the announcement of an operation back.
 WITHDRAW = 6
+#: Mark an operation that all ranks have announced as failed on this rank, before the program can change its tensor.
+MARK_FAILED = 7
 
 #: The compiled function: what to do, the address of the block, and two arguments.
 Exchange = Callable[[int, int, int, int], int]

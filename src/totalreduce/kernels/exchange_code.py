@@ -41,6 +41,7 @@ from totalreduce.kernels.exchange import (
     DIVISOR,
     DONE,
     E_COPIED,
+    E_FAILED,
     E_OPERATION,
     E_REDUCED,
     E_SIGNATURE,
@@ -74,6 +75,7 @@ from totalreduce.kernels.exchange import (
     LANES,
     LENGTH,
     LOOK,
+    MARK_FAILED,
     MAX,
     ME,
     MEMORY,
@@ -120,6 +122,7 @@ from totalreduce.kernels.exchange import (
     TURNS,
     VIOLATION,
     WAKE,
+    WITHDRAW,
     YIELD_NS,
 )
 from totalreduce.kernels.float_mode import restore_mode, use_default_mode
@@ -239,8 +242,13 @@ def _look(block: Words) -> Any:
             block[at + PEER_SOURCE] = source
             block[at + PEER_STAGE] = stage
             block[at + PEER_ENTRY] = entry
-            block[FOUND] += 1
             break
+    # Counted and not added up: another thread, for which the engine asks, may look at the same time.
+    found = int64(0)
+    for peer in range(block[RANKS]):
+        if block[_peer(block, peer) + PEER_ENTRY] != 0:
+            found += 1
+    block[FOUND] = found
     return PENDING
 
 
@@ -456,6 +464,20 @@ def _piece(block: Words, part: Any, turn: Any) -> Any:
 
 
 @_compiled
+def _holds(block: Words, peer: Any) -> Any:
+    """Return whether what was just read of a peer's tensor is what the peer announced, and not a later change of it.
+
+    A rank whose operation fails marks that in its entry before its program goes on (``MARK_FAILED``). What is staged
+    does not change.
+    """
+    at = _peer(block, peer)
+    if block[at + PEER_SOURCE] == 0:
+        return True
+    fence()  # the mark is looked at after the tensor
+    return load(block[at + PEER_ENTRY] + E_FAILED) != _operation(block)
+
+
+@_compiled
 def _read(block: Words, peer: Any, shift: Any, target: Any, num_bytes: Any) -> Any:
     """Copy bytes of a peer's process, which begin ``shift`` after its source; return whether that has succeeded.
 
@@ -526,6 +548,9 @@ def _move_pieces(block: Words) -> Any:
             if not _fetch(block, start, stop):
                 return moved
             _reduce(block, me, start, stop, turn)
+            for peer in range(ranks):
+                if peer != me and not _holds(block, peer):
+                    return moved
         if is_staged and gathers:
             target = memory + block[STAGE] + block[RESULTS_AT] + turn % 2 * block[PIECE_BYTES]
             copy_bytes(target, _own(block, me, start), (stop - start) * itemsize)
@@ -540,7 +565,7 @@ def _move_pieces(block: Words) -> Any:
         for part in range(ranks):
             if gathers and part != me:
                 start, stop = _piece(block, part, turn)
-                if not _copy_result(block, part, start, stop, turn):
+                if not _copy_result(block, part, start, stop, turn) or not _holds(block, part):
                     return moved
         block[COPIED] = turn + 1
         store(entry + E_COPIED, turn + 1)
@@ -587,7 +612,12 @@ def _is_read(block: Words) -> Any:
 @_compiled
 def _has_ended(block: Words, peer: Any) -> Any:
     """As ``exchange.HAS_ENDED`` says."""
-    entry = block[_peer(block, peer) + PEER_ENTRY]
+    at = _peer(block, peer)
+    entry = block[at + PEER_ENTRY]
+    if load(entry + E_FAILED) == _operation(block):
+        return False
+    if block[at + PEER_SOURCE] < 0 and block[COPIED] != block[ROUNDS]:
+        return False  # its memory ends with its process
     return load(entry + E_COPIED) == block[ROUNDS] or not _is_there(block, entry)
 
 
@@ -596,6 +626,13 @@ def _withdraw(block: Words) -> None:
     """As ``exchange.WITHDRAW`` says."""
     if block[ANNOUNCED] != 0:
         store(block[ENTRY] + E_OPERATION, 0)
+
+
+@_compiled
+def _mark_failed(block: Words) -> None:
+    """As ``exchange.MARK_FAILED`` says."""
+    store(block[ENTRY] + E_FAILED, _operation(block))
+    fence()
 
 
 @_compiled
@@ -684,7 +721,10 @@ def _exchange(what: Any, address: Any, first: Any, second: Any) -> Any:
         return int64(_has_ended(block, first))
     if what == IS_READ:
         return int64(_is_read(block))
-    _withdraw(block)
+    if what == WITHDRAW:
+        _withdraw(block)
+    elif what == MARK_FAILED:
+        _mark_failed(block)
     return int64(0)
 
 

@@ -101,7 +101,9 @@ def _system_call() -> Callable[..., int] | None:
 def _admit_siblings() -> None:
     """Let the processes that have the same launcher read this one, where Yama would let its ancestors only.
 
-    Without Yama the call fails, and nothing is needed.
+    Without Yama the call fails, and nothing is needed. It replaces what the program set before. The first process of a
+    container is no launcher: all its processes descend from it.
     """
-    zero = ctypes.c_ulong(0)
-    ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), zero, zero, zero)
+    launcher, zero = os.getppid(), ctypes.c_ulong(0)
+    if launcher > 1:
+        ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(launcher), zero, zero, zero)
