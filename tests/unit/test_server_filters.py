@@ -126,6 +126,21 @@ def test_all_that_was_withheld_can_be_pushed() -> None:
     assert not rig.clients[0]._residual.values.any()
 
 
+def test_what_codes_have_not_expressed_is_not_pushed_while_pushes_are_held() -> None:
+    """A withdrawal restores the residual, so that the same values would be pushed twice."""
+    rig, values = Rig(Spec(100, 1, F32, OneBit())), np.linspace(-1, 2, 100, dtype=np.float32)
+    client = rig.clients[0]
+    rig.carry(client.on_range(Kind.PUSH, 0, 100, values, None))
+    rig.carry(client.on_range(Kind.PUSH, 0, 100, values, None, HELD))
+    with pytest.raises(ConfigurationError, match=r"push_withheld\(\) belongs behind clock\(\) or withdraw\(\)"):
+        client.push_withheld()
+    rig.carry(client.withdraw())
+    assert client._residual.values.any()
+    rig.carry(client.push_withheld())
+    np.testing.assert_allclose(rig.values()[:, 0] + client._residual.values[:, 0], values, atol=1e-6)
+    assert not client._residual.values.any()
+
+
 def test_codes_that_no_correct_worker_sends() -> None:
     spec = Spec(2000, 1, F32, Int8())
     for header, text in [

@@ -326,9 +326,18 @@ class Client:
         """Push everything that codes have not expressed and the filter has withheld, as it is.
 
         Earlier pushes were sent: what is not sent yet may leave something behind again.
+
+        Raises:
+            ConfigurationError: There is a codec, and pushes are held: ``withdraw`` would restore the residual that this
+                call has pushed. Nothing is sent.
         """
         if self._residual is None or self._has_finished:
             return Call(self.clock)
+        if self._spec.codec is not None and self._made["held"]:
+            raise ConfigurationError(
+                "push_withheld() belongs behind clock() or withdraw() where pushes with held=True have a codec: "
+                "withdraw() restores the residual of such pushes"
+            )
         keys, values = self._residual.withheld()
         self._residual.values[keys] = 0
         keys = keys.astype(self._spec.key_dtype)

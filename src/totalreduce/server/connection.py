@@ -282,8 +282,11 @@ class Connection:
     def push_withheld(self, *, lr: float | None = None) -> Ticket:
         """Push all that the codec has not expressed and the filter has withheld, exactly; return at once.
 
-        Wait for the tickets of earlier pushes before, because what was not sent yet may leave something behind again.
-        ``lr``: as for ``push``.
+        Wait for the tickets of earlier pushes and of ``withdraw`` before, because what was not sent yet may leave
+        something behind again. ``lr``: as for ``push``.
+
+        Raises:
+            ConfigurationError: With a codec, and behind a push with ``held=True``: call ``clock`` or ``withdraw`` first.
         """
         if lr is not None:
             self._check_rate(lr)
