@@ -313,6 +313,26 @@ def test_servers_hold_each_key_once_and_forget_what_is_withdrawn() -> None:
     assert state["kept"] == []
 
 
+def test_a_withdrawn_push_that_is_refused_later_leaves_the_residual_as_it_was() -> None:
+    """The servers have no room for the second push; their answers come when the worker has sent its withdrawal."""
+    rig, values = Rig(Spec(100, 1, F32, OneBit()), Eventual()), np.linspace(-1, 2, 100, dtype=np.float32)
+    client = rig.clients[0]
+    rig.carry(client.on_range(Kind.PUSH, 0, 100, values, None))
+    before = client._residual.values.copy()
+    rig.carry(client.on_range(Kind.PUSH, 0, 100, values, None, HELD))
+    refused = client.on_range(Kind.PUSH, 0, 100, values, None, HELD)
+    sent = client.outgoing()
+    withdrawal = client.withdraw()
+    sent += client.outgoing()
+    for server, message in sent:
+        for _, answer in rig.servers[server].take(0, message):
+            client.answer(server, answer)
+    assert "push each key once" in str(refused.error)
+    assert withdrawal.is_done
+    assert before.any()
+    assert client._residual.values.tobytes() == before.tobytes()
+
+
 def test_requests_that_were_not_sent_are_not_sent_after_they_were_withdrawn() -> None:
     spec = Spec(8_000_000, 1, F32)
     rig, values = Rig(spec), np.ones(8_000_000, np.float32)

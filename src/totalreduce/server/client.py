@@ -112,6 +112,7 @@ class _Request:
     #: digest alone is sent.
     message: Message | None = None
     is_lent: bool = False  #: Whether an answer is received into ``out``. A second answer must not be.
+    is_withdrawn: bool = False  #: Whether ``withdraw`` has undone what its code has changed in the residual.
 
     @property
     def in_table(self) -> Places:
@@ -647,7 +648,7 @@ class Client:
         if header.is_coded and values is not None:
             values = self._encode(lane, request, values)
         if request.kind in (Kind.CLOCK, Kind.FINISH, Kind.WITHDRAW):
-            self._forget_held(lane, is_withdrawn=request.kind is Kind.WITHDRAW)
+            self._forget_held(lane, request)
         if places is not None and request.keys is None:
             header = replace(header, form=Form.RANGE, begin=places.begin, end=places.end)
         elif places is not None and request.keys is not None:
@@ -669,11 +670,14 @@ class Client:
             lane.held.append((places, places.take(self._residual.values).copy()))
         return self._residual.encode(places, values, seed_of(request.number, self._rank))
 
-    def _forget_held(self, lane: _Lane, *, is_withdrawn: bool) -> None:
+    def _forget_held(self, lane: _Lane, end: _Request) -> None:
         """Note that a step ends, or that what was held in it is withdrawn: the residual is then as it was before."""
-        if is_withdrawn and self._residual is not None:
+        if end.kind is Kind.WITHDRAW and self._residual is not None:
             for places, before in reversed(lane.held):
                 places.put(self._residual.values, before)
+            for request in lane.unanswered.values():  # one that is refused later must not change the residual again
+                is_of_step = request.call.clock == end.call.clock
+                request.is_withdrawn = request.is_withdrawn or (is_of_step and request.manner.is_held)
         lane.held.clear()
 
     def _as_sent(self, lane: _Lane, request: _Request) -> Message:
@@ -698,7 +702,7 @@ class Client:
         assert message is not None
         if self._residual is None or request.values is None or request.places is None:
             return
-        if message.header.is_coded:
+        if message.header.is_coded and not request.is_withdrawn:
             assert message.values is not None
             values = request.places.take(request.values).reshape(-1)
             self._residual.take_back(request.in_table, values, message.values)
