@@ -296,6 +296,65 @@ def test_an_interruption_between_the_requests_of_a_step_pushes_nothing_twice(mon
         run_ranks(1, lambda group, where=where: body(group, where))
 
 
+@pytest.mark.parametrize("rule", [ps.Sequential(), ps.Bounded(4)], ids=str)
+def test_an_interruption_of_the_torch_optimizer_takes_no_step_twice(
+    rule: ps.Consistency, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In synchronous steps it comes behind the answers of servers, in others before anything is pushed."""
+
+    def body(group: Group) -> None:
+        model = Counting()
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        sync = tr.ParameterServer(servers=[0], optimizer="worker", consistency=rule)
+        outer = DistributedOptimizer(inner, model, group=group, sync=sync)
+        step = inner.step
+
+        def interrupted() -> None:
+            step()
+            raise KeyboardInterrupt
+
+        model(-1.0).backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(inner, "step", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                outer.step()
+        for repeat in (outer.step, outer.local_steps.stepped):
+            with pytest.raises(ConfigurationError, match="or took the step of the torch optimizer"):
+                repeat()
+        assert flat(model).unique().tolist() == [1.0]
+        outer.close()
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize("where", ["push_range", "clock"])
+def test_a_step_that_fails_is_repeated_only_if_nothing_was_submitted(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body(group: Group) -> list[float]:
+        model = Counting()
+        sync = tr.ParameterServer(servers=[0], overlap=False)
+        outer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, group=group, sync=sync)
+
+        def failing(*arguments: object, **settings: object) -> ps.Ticket:
+            raise MemoryError
+
+        model(-1.0).backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(outer.local_steps._client, where, failing)
+            with pytest.raises(MemoryError):
+                outer.step()
+        if where == "push_range":
+            outer.step()
+        else:
+            with pytest.raises(ConfigurationError, match="interrupted while it sent requests"):
+                outer.step()
+        outer.close()
+        return flat(model).unique().tolist()
+
+    assert run_ranks(1, body) == [[1.0 if where == "push_range" else 0.0]]
+
+
 def test_gradients_that_no_step_has_used_are_dropped_in_the_end(tmp_path: Path) -> None:
     def body(group: Group) -> list[float]:
         model = Counting()

@@ -244,8 +244,9 @@ class ServerSteps(OwnSteps):
         self._is_coded = strategy.codec is not None
         self._early: EarlyBuckets | None = None
         self._early_rate: float | None = None  #: The learning rate of what has left early in this step.
-        #: Whether this rank is between the first and the last request of a step, or of a bucket.
-        self._is_submitting = False
+        #: Whether this rank is in a part of a step that must not run twice: its requests, or those of a bucket, and the
+        #: step of the torch optimizer.
+        self._is_unrepeatable = False
         # The number of ranks has no part in it: what servers keep depends on this, and a snapshot is restored with any
         # number of ranks.
         self._is_synchronous = strategy.consistency.bound == 0
@@ -311,7 +312,8 @@ class ServerSteps(OwnSteps):
                 ``timeout_s``. Repeat the call: it waits on, and pushes nothing a second time.
             DeadlineExceededError: A server does not answer in time; likewise.
             ConfigurationError: The settings of the torch optimizer have changed, which servers cannot follow; or a
-                gradient cannot be encoded; or ``finish`` was called. Nothing is sent.
+                gradient cannot be encoded; or ``finish`` was called. Nothing is sent. Or an earlier call was interrupted
+                while it sent requests, or in the step of the torch optimizer, which must not be repeated.
             RefusedError: A server has refused a push.
             PeerLost: A rank is lost.
         """
@@ -321,12 +323,11 @@ class ServerSteps(OwnSteps):
                 with torch.enable_grad():
                     self._loss = closure()
                 closure = None
-            if not self._takes_gradients:
-                self._take_own_step(closure)
-            with self._submitting():
+            with self._once():
                 if self._takes_gradients:
                     self._push_gradients()
                 else:
+                    self._take_own_step(closure)
                     self._tickets.append(self._client.push_range(0, self._rows.count, self._pushed))
                 self._submit_end()
         self._end_step()
@@ -337,7 +338,7 @@ class ServerSteps(OwnSteps):
         """Count a step that was left out on this rank: nothing is pushed for it. Errors as of ``step``."""
         if not self.is_interrupted:
             self._check_open()
-            with self._submitting():
+            with self._once():
                 self._withdraw()
                 self._pushed = self._rows.empty()
                 if not self._keeps_values:
@@ -345,24 +346,31 @@ class ServerSteps(OwnSteps):
                 self._submit_end()
         self._end_step()
 
-    @contextmanager
-    def _submitting(self) -> Iterator[None]:
-        """Refuse to go on after an interruption between requests that belong together.
-
-        Whether the interrupted request is under way is not known then, so a repetition could push twice.
-        """
-        if self._is_submitting:
+    def _check_repeatable(self) -> None:
+        """Raise ``ConfigurationError`` if a part of a step that must not run twice was interrupted."""
+        if self._is_unrepeatable:
             raise ConfigurationError(
-                "an earlier step() or backward() was interrupted while it sent requests to servers, and what was sent "
-                "is not known. Close this optimizer and go on from a snapshot or a checkpoint"
+                "an earlier step() or backward() was interrupted while it sent requests to servers or took the step of "
+                "the torch optimizer, and how much of this was done is not known. Close this optimizer and go on from a "
+                "snapshot or a checkpoint"
             )
-        self._is_submitting = True
+
+    @contextmanager
+    def _once(self) -> Iterator[None]:
+        """Refuse to go on after an interruption between requests that belong together, or in the inner step.
+
+        How much was done is not known then, so a repetition could push, or update parameters, twice. Of a call that
+        raises an ordinary error, it is assumed that it has changed nothing: what is inside can be repeated if no
+        request was made before this call.
+        """
+        self._check_repeatable()
+        self._is_unrepeatable, num_tickets = True, len(self._tickets)
         try:
             yield
         except Exception:  # other exceptions, as KeyboardInterrupt, come at any place
-            self._is_submitting = False
+            self._is_unrepeatable = len(self._tickets) > num_tickets
             raise
-        self._is_submitting = False
+        self._is_unrepeatable = False
 
     def use_buckets(self, buckets: Sequence[Sequence[int]]) -> None:
         """See ``OwnSteps``: these buckets are pushed during backward, if gradients are pushed at all."""
@@ -375,7 +383,7 @@ class ServerSteps(OwnSteps):
         early = self._early
         if early is None or self._has_finished or self._last_clock is not None:
             return
-        with self._submitting():
+        with self._once():
             for members in early.ready(number):
                 rate = self._rate()
                 if self._has_other_settings or (early.have_left and rate != self._early_rate):
@@ -482,20 +490,24 @@ class ServerSteps(OwnSteps):
         self._tickets += [client.clock(), client.pull_range(0, self._rows.count, self._pulled)]
         if not self._keeps_values:
             self._tickets.append(client.pull(self._flag_keys, self._flags))
-        self.is_interrupted = True  # not before: a repetition waits for tickets, so that it must have them
+        # Not before: a repetition waits for tickets, so that it must have them.
+        self.is_interrupted, self._is_unrepeatable = True, False
 
     def _end_step(self) -> None:
         """Wait for all answers, and take over what has come."""
+        self._check_repeatable()
         while self._tickets:
             self._tickets[0].wait()
             self._tickets.pop(0)
         if self._keeps_values:
             self._rows.write(self._pulled)
             self._inner._opt_called = True  # type: ignore[attr-defined]  # or torch's schedulers warn: no step was taken
-        else:
-            self._install_gradients()
+            self.is_interrupted = False
+            return
+        self._install_gradients()
+        with self._once():
             self._inner.step()
-        self.is_interrupted = self._is_submitting = False
+            self.is_interrupted = False  # here: a repetition must not take the step again
 
     def _install_gradients(self) -> None:
         flags = self._flags.reshape(-1)
