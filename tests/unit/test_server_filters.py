@@ -20,7 +20,7 @@ from totalreduce.server.layout import Layout
 from totalreduce.server.messages import Form, Header, Kind, Spec
 from totalreduce.server.optimizers import Sum
 from totalreduce.server.server import Server
-from totalreduce.server.shard import Shard
+from totalreduce.server.shard import Shard, _Kept
 from totalreduce.server.table import Table
 
 F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
@@ -333,6 +333,35 @@ def test_a_withdrawn_push_that_is_refused_later_leaves_the_residual_as_it_was() 
     assert client._residual.values.tobytes() == before.tobytes()
 
 
+def test_the_end_of_a_step_looks_at_kept_pushes_only_where_the_worker_holds_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each worker ends each step, so the cost would be the number of workers times that of all pushes."""
+    looked, num_bytes = [], _Kept.num_bytes
+
+    def counted(kept: _Kept, rule: Consistency) -> int:
+        looked.append(kept)
+        return num_bytes(kept, rule)
+
+    rig, ones = Rig(Spec(100, 1, F32), Sequential()), np.ones(5, np.float32)
+    first, second = rig.clients
+    for begin in range(0, 100, 5):
+        rig.carry(second.on_range(Kind.PUSH, begin, begin + 5, ones, None))
+    monkeypatch.setattr(_Kept, "num_bytes", counted)
+    rig.carry(first.advance())
+    assert len(looked) == 0
+    rig.carry(second.advance())
+    assert len(looked) == 0
+    assert (rig.values() == 1).all()
+    for begin in range(0, 100, 5):
+        rig.carry(second.on_range(Kind.PUSH, begin, begin + 5, ones, None, HELD))
+    num_kept = len(looked)  # when they came
+    rig.carry(second.advance())
+    assert len(looked) == 2 * num_kept
+    rig.carry(first.advance())
+    assert (rig.values() == 2).all()
+
+
 def test_requests_that_were_not_sent_are_not_sent_after_they_were_withdrawn() -> None:
     spec = Spec(8_000_000, 1, F32)
     rig, values = Rig(spec), np.ones(8_000_000, np.float32)
@@ -352,7 +381,8 @@ def test_another_server_goes_on_with_what_is_held() -> None:
             twin = rig.shard(server.rank, number, Bounded(1))
             twin.load_state(shard.state())
             [each] = twin._kept
-            assert (each.worker, each.is_held, twin._streams[0].kept_bytes) == (0, True, twin.table.values.nbytes)
+            assert (each.worker, each.is_held) == (0, True)
+            assert (twin._streams[0].kept_bytes, twin._streams[0].num_held) == (twin.table.values.nbytes, 1)
 
 
 def test_assigned_values_are_the_same_on_all_servers_of_a_chain() -> None:

@@ -286,7 +286,8 @@ class Connection:
         something behind again. ``lr``: as for ``push``.
 
         Raises:
-            ConfigurationError: With a codec, and behind a push with ``held=True``: call ``clock`` or ``withdraw`` first.
+            ConfigurationError: With a codec, and behind a push with ``held=True``: call ``clock`` or ``withdraw``
+                first.
         """
         if lr is not None:
             self._check_rate(lr)

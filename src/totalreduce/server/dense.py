@@ -312,8 +312,8 @@ class ServerSteps(OwnSteps):
                 ``timeout_s``. Repeat the call: it waits on, and pushes nothing a second time.
             DeadlineExceededError: A server does not answer in time; likewise.
             ConfigurationError: The settings of the torch optimizer have changed, which servers cannot follow; or a
-                gradient cannot be encoded; or ``finish`` was called. Nothing is sent. Or an earlier call was interrupted
-                while it sent requests, or in the step of the torch optimizer, which must not be repeated.
+                gradient cannot be encoded; or ``finish`` was called. Nothing is sent. Or an earlier call was
+                interrupted while it sent requests, or in the step of the torch optimizer: it must not be repeated.
             RefusedError: A server has refused a push.
             PeerLost: A rank is lost.
         """
@@ -351,8 +351,8 @@ class ServerSteps(OwnSteps):
         if self._is_unrepeatable:
             raise ConfigurationError(
                 "an earlier step() or backward() was interrupted while it sent requests to servers or took the step of "
-                "the torch optimizer, and how much of this was done is not known. Close this optimizer and go on from a "
-                "snapshot or a checkpoint"
+                "the torch optimizer, and how much of this was done is not known. Close this optimizer and go on from "
+                "a snapshot or a checkpoint"
             )
 
     @contextmanager

@@ -127,6 +127,7 @@ class _Stream:
         last: The number of the last one that was taken in.
         queue: Those that wait: the first one for other workers, the others for the first one.
         kept_bytes: What the worker has pushed in this step and is kept until the step ends.
+        num_held: The number of its pushes that are held.
         told: The slowest clock of which the worker was told that it waits for it.
         refused: The marks of the last pushes for which there was no room.
         unsaved: The marks of the last requests to save that were refused, and why.
@@ -135,6 +136,7 @@ class _Stream:
     last: int = -1
     queue: deque[Request] = field(default_factory=deque)
     kept_bytes: int = 0
+    num_held: int = 0
     told: int | None = None
     refused: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW))
     unsaved: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=_UNSAVED_MAX))
@@ -468,6 +470,7 @@ class Shard:
         if stream.kept_bytes + num_bytes > self._limit[0]:
             return False
         stream.kept_bytes += num_bytes
+        stream.num_held += pushed.is_held
         self._kept.append(replace(pushed, values=pushed.values.copy()) if pushed.worker == self._rank else pushed)
         return True
 
@@ -498,6 +501,8 @@ class Shard:
 
     def _release_held(self, worker: int, *, counts: bool) -> None:
         """Have what is held of a worker count as what it has pushed now; otherwise drop it."""
+        if not self._streams[worker].num_held:
+            return  # each end of a step comes here, and others may have pushed much
         kept = []
         for each in self._kept:
             if not (each.is_held and each.worker == worker):
@@ -510,9 +515,13 @@ class Shard:
         self._count_kept()
 
     def _count_kept(self) -> None:
-        """Count the bytes that are kept of each worker."""
-        for worker, stream in enumerate(self._streams):
-            stream.kept_bytes = sum(each.num_bytes(self._rule) for each in self._kept if each.worker == worker)
+        """Count the bytes that are kept of each worker, and the pushes that are held."""
+        for stream in self._streams:
+            stream.kept_bytes = stream.num_held = 0
+        for each in self._kept:
+            stream = self._streams[each.worker]
+            stream.kept_bytes += each.num_bytes(self._rule)
+            stream.num_held += each.is_held
 
     def _end_step(self) -> None:
         """Apply what was kept, in the order of ranks, and of the calls of each of them. What is held stays."""
