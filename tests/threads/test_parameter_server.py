@@ -474,6 +474,56 @@ def test_one_rank_that_cannot_connect_does_not_leave_the_others_waiting() -> Non
         assert "refused" in text
 
 
+@pytest.mark.parametrize("is_filter", [True, False])
+def test_a_filter_that_cannot_begin_does_not_leave_the_others_waiting(is_filter: bool) -> None:
+    class Broken(ps.Filter):
+        """A filter of the program."""
+
+        def select(self, keys: np.ndarray, values: np.ndarray, step: int) -> np.ndarray:
+            raise AssertionError
+
+        def begin(self, num_keys: int, width: int) -> None:
+            raise ValueError(f"no room for {num_keys} keys")
+
+    def body(group: Group) -> str:
+        wrong = Broken() if is_filter else "significant"
+        with pytest.raises((ConfigurationError, PlanMismatchError)) as caught:
+            ps.connect(group, num_keys=10, filter=wrong if group.rank == 1 else None)
+        with ps.connect(group, num_keys=10, workers=1, filter=wrong if group.rank == 1 else None):
+            return f"{type(caught.value).__name__}: {caught.value}"  # rank 1 only serves here
+
+    zero, one = run_ranks(2, body, engine=EngineConfig(timeout_s=20.0))
+    text = "Broken.begin has failed: ValueError('no room for 10 keys')" if is_filter else "tr.ps.Filter, not 'signific"
+    assert one.startswith("ConfigurationError")
+    assert text in one
+    assert zero.startswith("PlanMismatchError")
+    assert text in zero
+
+
+def test_a_filter_of_a_worker_begins_once_and_sends_what_has_become_large() -> None:
+    class Watched(ps.Filter):
+        """Notes its begin."""
+
+        def select(self, keys: np.ndarray, values: np.ndarray, step: int) -> np.ndarray:
+            return values[:, 0] > 1.5
+
+        def begin(self, num_keys: int, width: int) -> None:
+            begun.append((num_keys, width))
+
+    begun: list[tuple[int, int]] = []
+
+    def body(group: Group) -> list[float]:
+        out = np.empty(10, np.float32)
+        with ps.connect(group, num_keys=10, filter=Watched()) as client:
+            for _ in range(3):
+                client.push_range(0, 10, np.ones(10, np.float32)).wait()
+            client.pull_range(0, 10, out).wait()
+        return np.unique(out).tolist()
+
+    assert run_ranks(1, body) == [[2.0]]
+    assert begun == [(10, 1)]
+
+
 def test_a_wrong_time_limit_of_close_changes_nothing_and_a_list_may_be_empty() -> None:
     def body(group: Group) -> None:
         with ps.connect(group, num_keys=10) as client:

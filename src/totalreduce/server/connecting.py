@@ -89,7 +89,8 @@ def connect(
             carried it out. Without ``--on-loss`` it is 1.
         codec: Encodes what is pushed, float32 only, with error feedback.
         filter: Says which keys of each push this worker sends now; the others are added to its next push of them. Each
-            rank passes an object of its own, which may differ from the others. Not with ``--on-loss``.
+            rank passes an object of its own, which may differ from the others. One of a rank that only serves is not
+            used. Not with ``--on-loss``.
         initial: The value with which all begin; or a function from keys, int64 of shape (n,), to values of shape
             (n, width). Functions are not compared between ranks, and not sent to ranks that only serve.
         restore: A folder in which ``Connection.save`` has written: values, the state of the optimizer and the workers'
@@ -97,15 +98,14 @@ def connect(
         timeout_s: Deadline in seconds of waits that name none; by default the group's.
 
     Raises:
-        ConfigurationError: A setting is not like that.
-        PlanMismatchError: The ranks have different settings; on every rank.
+        ConfigurationError: A setting is not like that, or the filter of this rank cannot begin.
+        PlanMismatchError: The ranks have different settings; on every rank. Or another rank has raised
+            ``ConfigurationError``.
         RecoveryError: With ``--on-loss``: too few processes have come in time, or all servers of a shard are lost. Or
             ``restore`` has no complete snapshot, or a file of it is damaged; the error names it.
     """
     whole = group if group.with_servers is None else group.with_servers
     in_job = group.formation is not None
-    if filter is not None and not isinstance(filter, Filter):
-        raise ConfigurationError(f"filter is None or a tr.ps.Filter, not {filter!r}")
     if filter is not None and in_job:
         raise ConfigurationError(
             "filter is not supported with --on-loss: a worker that is run again has lost what was withheld, and would "
@@ -132,6 +132,8 @@ def connect(
             initial=initial,
             restore=restore,
         )
+        if filter is not None and group.rank < setup.workers:
+            _begin_filter(filter, setup)
         # All ranks are members of the groups of a job; else those that only serve are asked for if they are needed.
         is_sent = whole is not group and (in_job or max(setup.servers) >= group.world_size)
         return setup, setup.encode() if is_sent else ""
@@ -147,7 +149,20 @@ def connect(
     setup, sent = agree_or_refuse(group.control, name, make, lambda made: made[0].describe())
     if sent and group.rank == 0:
         announce(whole, group.world_size, sent)
-    return begin_in_group(whole if sent else group, setup, patience_s, filter)
+    mine = filter if group.rank < setup.workers else None
+    return begin_in_group(whole if sent else group, setup, patience_s, mine)
+
+
+def _begin_filter(filter_: Filter, setup: Setup) -> None:
+    """Begin the filter of this rank's worker. The other ranks are told of a ``ConfigurationError``."""
+    if not isinstance(filter_, Filter):
+        raise ConfigurationError(f"filter is None or a tr.ps.Filter, not {filter_!r}")
+    try:
+        filter_.begin(setup.num_keys, setup.width)
+    except ConfigurationError:
+        raise
+    except Exception as error:  # of a filter of the program, or there is too little memory
+        raise ConfigurationError(f"{type(filter_).__name__}.begin has failed: {error!r}") from error
 
 
 def begin_in_group(group: Group, setup: Setup, timeout_s: float, filter_: Filter | None = None) -> Connection:
@@ -157,7 +172,7 @@ def begin_in_group(group: Group, setup: Setup, timeout_s: float, filter_: Filter
         group: Workers and servers.
         setup: The settings.
         timeout_s: Deadline of waits that name none.
-        filter_: That of this rank's worker.
+        filter_: That of this rank's worker, which has begun.
 
     Raises:
         ConfigurationError: A table cannot be made. The other ranks raise ``PlanMismatchError``.
@@ -282,8 +297,6 @@ class _Parts:
         """Return the connection. The arguments are those of ``Connection`` and ``Client``."""
         setup, rank = self._setup, self._rank
         heads = place.servers if rank < setup.workers else {}
-        if filter_ is not None:
-            filter_.begin(setup.num_keys, setup.width)
         client = Client(*(rank, self._layout, self.spec, heads), steps_are_atomic=renewal is not None, filter_=filter_)
         client.begin_epoch(place.servers, place.clock_of(rank), is_restored=setup.restore is not None)
         return Connection(
