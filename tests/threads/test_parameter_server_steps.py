@@ -268,6 +268,33 @@ def test_gradients_that_leave_during_backward_have_the_bits_of_those_of_the_step
     assert {tuple(early) for _, early, _ in at_once} == {(0,) * 10}
 
 
+@pytest.mark.parametrize(
+    ("rule", "overlap", "leaves"),
+    [
+        (ps.Sequential(), None, True),
+        (ps.Bounded(0), None, True),
+        (ps.Bounded(1), None, False),
+        (ps.Eventual(), None, False),
+        (ps.Eventual(), True, True),
+    ],
+    ids=str,
+)
+def test_gradients_leave_early_by_default_only_where_servers_keep_them_anyway(
+    rule: ps.Consistency, overlap: bool | None, leaves: bool
+) -> None:
+    def body(group: Group) -> tuple[int, list[float]]:
+        model = Counting()
+        sync = tr.ParameterServer(servers=[0], consistency=rule, overlap=overlap)
+        outer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, group=group, sync=sync)
+        model(-1.0).backward()
+        early = outer.local_steps.early_buckets
+        outer.step()
+        outer.close()
+        return early, flat(model).unique().tolist()
+
+    assert run_ranks(1, body) == [(int(leaves), [1.0])]
+
+
 def test_an_interruption_between_the_requests_of_a_step_pushes_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     def body(group: Group, where: str) -> None:
         model = Counting()
@@ -358,7 +385,7 @@ def test_a_step_that_fails_is_repeated_only_if_nothing_was_submitted(
 def test_gradients_that_no_step_has_used_are_dropped_in_the_end(tmp_path: Path) -> None:
     def body(group: Group) -> list[float]:
         model = Counting()
-        sync = tr.ParameterServer(servers=[0], consistency=ps.Eventual())
+        sync = tr.ParameterServer(servers=[0], consistency=ps.Eventual(), overlap=True)
         outer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, group=group, sync=sync)
         model(-1.0).backward()
         outer.step()
@@ -370,7 +397,7 @@ def test_gradients_that_no_step_has_used_are_dropped_in_the_end(tmp_path: Path) 
         return flat(model).unique().tolist()
 
     assert run_ranks(2, body) == [[1.0], [1.0]]
-    with pytest.raises(ConfigurationError, match="overlap is True or False"):
+    with pytest.raises(ConfigurationError, match="overlap is True, False or None"):
         tr.ParameterServer(overlap="backward")
 
 

@@ -67,7 +67,10 @@ class ParameterServer(SteppingStrategy):
         restore: A folder in which ``local_steps.save`` has written: parameters and the state of servers are those of
             its last snapshot.
         overlap: Whether gradients are pushed during the backward pass, where gradients are pushed at all. Servers keep
-            them until the step, and the results have the same bits.
+            them until the step, and without a codec the results have the same bits. But a gradient that has left counts
+            as it was if it is then changed without torch noticing: through ``.data``, a NumPy view or a foreign kernel.
+            ``None``: in synchronous steps alone. In others it takes more memory of servers: for each worker as much as
+            the parameters.
 
     Raises:
         ConfigurationError: A value makes no sense.
@@ -82,7 +85,7 @@ class ParameterServer(SteppingStrategy):
     servers: Sequence[int] | None = None
     shards: int | None = None
     restore: str | Path | None = None
-    overlap: bool = True
+    overlap: bool | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.consistency, Consistency):
@@ -90,8 +93,8 @@ class ParameterServer(SteppingStrategy):
         checks.one_of("optimizer", self.optimizer, ("server", "worker"))
         check_codec(self.codec)
         checks.integer_fields(self, "replicas", minimum=1)
-        if not isinstance(self.overlap, bool):
-            raise ConfigurationError(f"overlap is True or False, not {self.overlap!r}")
+        if self.overlap is not None and not isinstance(self.overlap, bool):
+            raise ConfigurationError(f"overlap is True, False or None, not {self.overlap!r}")
         # The ranks compare settings as JSON values.
         object.__setattr__(self, "servers", None if self.servers is None else tuple(self.servers))
         object.__setattr__(self, "restore", None if self.restore is None else str(self.restore))
@@ -375,7 +378,8 @@ class ServerSteps(OwnSteps):
     def use_buckets(self, buckets: Sequence[Sequence[int]]) -> None:
         """See ``OwnSteps``: these buckets are pushed during backward, if gradients are pushed at all."""
         assert isinstance(self.strategy, ParameterServer)
-        if self.strategy.overlap and self._takes_gradients and self._early is None:
+        overlaps = self._is_synchronous if self.strategy.overlap is None else self.strategy.overlap
+        if overlaps and self._takes_gradients and self._early is None:
             self._early = EarlyBuckets(buckets, self._rows.parameters, is_fixed=self._in_job)
 
     def ready(self, number: int) -> None:
