@@ -81,13 +81,17 @@ class Significant(Filter):
 @final
 @dataclass
 class KKT(Filter):
-    """Withholds gradients that do not move a weight of zero, in a model with an L1 penalty.
+    """Withholds gradients that probably do not move a weight of zero, in a model with an L1 penalty. A heuristic.
 
-    A weight of zero stays zero as long as the magnitude of its gradient is at most ``l1`` (the optimality condition of
+    At the optimum, a weight is zero if the magnitude of its gradient over all data is below ``l1`` (the condition of
     Karush, Kuhn and Tucker; Li et al., OSDI 2014, section 5.1). A key is withheld if its weights were all zero when
     this worker pulled it last, and the magnitudes of its gradients, with what was withheld before, are at most ``l1`` -
     ``slack``. A key that this worker has never pulled is sent. Use it with ``tr.ps.FTRL(l1=...)``; it takes a byte for
     each key of the table.
+
+    FTRL goes by the sum of the gradients of all workers in all steps. Each worker may withhold up to ``l1`` - ``slack``
+    of it for good, so a weight can stay zero that would not without the filter. Choose ``slack`` so that the number of
+    workers times ``l1`` - ``slack`` is a small part of ``l1``, and call ``push_withheld`` at the end.
 
     Attributes:
         l1: The weight of the penalty.
