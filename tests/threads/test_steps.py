@@ -58,7 +58,7 @@ def test_the_ranks_that_wait_for_a_slow_one_are_exposed(kind):
     assert closed == {}
     paused_s = (STEPS - 1) * PAUSE_S
     assert fast.exposed_s > 0.7 * paused_s
-    assert fast.step_s > 0.9 * paused_s
+    assert fast.step_s > 0.7 * paused_s  # its first step, which is not timed, may end late
     assert slow.step_s - slow.exposed_s > 0.9 * paused_s
     assert slow.exposed_s < 0.5 * fast.exposed_s
     if kind == "sparse":
