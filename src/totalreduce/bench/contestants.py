@@ -6,7 +6,7 @@ of its own: ``diloco:outer_lr=0.7:outer_momentum=0.9`` and ``parameter_server:co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,7 +15,15 @@ from totalreduce.foundation.errors import ConfigurationError
 if TYPE_CHECKING:
     from totalreduce.strategies.strategy import Strategy
 
-__all__ = ["Contestant", "make_strategy", "name_of", "parse_contestant", "strategies", "takes_own_steps"]
+__all__ = [
+    "Contestant",
+    "make_strategy",
+    "name_of",
+    "parse_contestant",
+    "parse_settings",
+    "strategies",
+    "takes_own_steps",
+]
 
 _OUTER_MOMENTUM: Final = 0.9
 #: The default of ``parameter_server:consistency=bounded``.
@@ -52,8 +60,17 @@ def parse_contestant(text: str) -> Contestant:
         ConfigurationError: A setting has no value, or the codec is unknown.
     """
     name, *words = text.strip().split(":")
-    settings = dict(_setting(text, word) for word in words)
+    settings = parse_settings(text, words)
     return Contestant(text.strip(), name, settings, settings.pop("rate", 1.0))
+
+
+def parse_settings(text: str, words: Iterable[str]) -> dict[str, Any]:
+    """Return the settings that the words of a contestant have, by name.
+
+    Raises:
+        ConfigurationError: A setting has no value, or the codec is unknown.
+    """
+    return dict(_setting(text, word) for word in words)
 
 
 def _setting(text: str, word: str) -> tuple[str, Any]:

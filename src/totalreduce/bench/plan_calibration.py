@@ -106,12 +106,11 @@ def measure_calibration(rate: str | None = None) -> tuple[Calibration, float]:
         parameters = replace(parameters, large_bytes=max(_LARGE_BYTES_MIN, min(parameters.large_bytes, large_bytes)))
     samples = run_benchmark("plan_worker", parameters, setting, CalibrationSamples).ranks
     reduce_bytes_per_s = _SEGMENT_BYTES / _median_s(_reducing())
-    operation_s, message_s, byte_s = solve(_mean_costs([each.alone for each in samples]), reduce_bytes_per_s)
+    alone, beside = (_mean_costs(ranks) for ranks in zip(*((each.alone, each.beside) for each in samples), strict=True))
+    operation_s, message_s, byte_s = solve(alone, reduce_bytes_per_s)
     beside_message_s, beside_byte_s = 0.0, 0.0
     if rate is None or rate_bits_per_s(rate) >= _VISIBLE_BITS_PER_S:
-        beside_message_s, beside_byte_s = solve_beside(
-            _mean_costs([each.alone for each in samples]), _mean_costs([each.beside for each in samples])
-        )
+        beside_message_s, beside_byte_s = solve_beside(alone, beside)
     # A message and its answer wake up a thread each.
     idle_s, one_s, two_s = (fmean(column) for column in zip(*(each.answers_s for each in samples), strict=True))
     wake_s, crowded_wake_s = (max(0.0, answer_s - idle_s) / 2 for answer_s in (one_s, two_s))

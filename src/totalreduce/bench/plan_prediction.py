@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from totalreduce.bench.arithmetic import bus_factor
+from totalreduce.bench.contestants import parse_settings
 from totalreduce.bench.fusion import optimizer_messages
 from totalreduce.bench.plan_machines import Calibration, Machines
 from totalreduce.bench.plan_simulation import Bucket, Dense, Local, Scaling, SimulatedSteps, Sparse, simulate
@@ -108,24 +109,7 @@ class _Contestant:
 
     def settings(self, known: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings; ``known``: those that are given for all contestants."""
-        from totalreduce.codecs.codecs import CODECS
-
-        found = dict(known)
-        for word in self.words:
-            key, equals, value = word.partition("=")
-            if not equals:
-                raise ConfigurationError(f"{self.text!r}: a setting is written as period=50, not {word!r}")
-            found[key] = CODECS[value]() if key == "codec" else _number(value)
-        return found
-
-
-def _number(text: str) -> int | float | str:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+        return {**known, **parse_settings(self.text, self.words)}
 
 
 def check_contestant(text: str, density: float) -> None:

@@ -352,11 +352,12 @@ class Client:
             return call
         self._made["held"] = 0
         for lane in self._lanes.values():
-            is_taken_back = [each.manner.is_held and each.call.clock == self.clock for each in lane.unsent]
-            for request, is_gone in zip(lane.unsent, is_taken_back, strict=True):
-                request.call.pending -= is_gone
-            kept = [each for each, is_gone in zip(lane.unsent, is_taken_back, strict=True) if not is_gone]
-            lane.unsent = deque(kept)
+            unsent, lane.unsent = lane.unsent, deque()
+            for request in unsent:
+                if request.manner.is_held and request.call.clock == self.clock:
+                    request.call.pending -= 1
+                else:
+                    lane.unsent.append(request)
         return self._call(Kind.WITHDRAW, ((shard, None) for shard in self._lanes), None, None, None, call=call)
 
     def prepare_save(self) -> None:

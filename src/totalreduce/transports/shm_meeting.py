@@ -36,7 +36,7 @@ from totalreduce.transports.handshake import Acceptor, Connector, JobIdentity
 from totalreduce.transports.listener import DescriptorShortage, Listener
 from totalreduce.transports.shm_memory import CARD_BYTES, Mapping, Outbox
 
-__all__ = ["Arrival", "Meetings", "listen"]
+__all__ = ["Arrival", "Meetings", "listen", "process_and_user"]
 
 _CREDENTIALS = struct.Struct("3i")
 #: The time between two attempts to connect to a busy listener, or to ask whether a peer listens.
@@ -59,6 +59,12 @@ def listen() -> tuple[socket.socket, str]:
         raise
     sock.setblocking(False)
     return sock, address
+
+
+def process_and_user(sock: socket.socket) -> tuple[int, int]:
+    """Return the numbers of the process at the other end of a Unix socket, 0 if it is not visible, and of its user."""
+    process, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return process, user
 
 
 def _connect(address: str) -> socket.socket:
@@ -186,8 +192,7 @@ class _Meeting:
             raise ProtocolError(f"rank {self.peer} handed over {len(self.descriptors)} descriptors instead of 2")
 
     def _check_user(self) -> None:
-        credentials = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        _, user, _ = _CREDENTIALS.unpack(credentials)
+        _, user = process_and_user(self.sock)
         if user != os.geteuid():
             raise AuthenticationError(f"a process of user {user} connected; this one belongs to user {os.geteuid()}")
 

@@ -12,15 +12,14 @@ import ctypes
 import os
 import secrets
 import socket
-import struct
 from collections.abc import Callable, Collection
 from typing import final
 
+from totalreduce.transports.shm_meeting import process_and_user
 from totalreduce.transports.shm_memory import READS, SAMPLE_WORD, Mapping, Outbox
 
 __all__ = ["ProcessReads"]
 
-_CREDENTIALS = struct.Struct("3i")
 #: ``prctl``'s number for the process whose descendants may read this process, where Yama restricts that.
 _PR_SET_PTRACER = 0x59616D61
 
@@ -57,7 +56,7 @@ class ProcessReads:
         address, value = mapping.words[SAMPLE_WORD], mapping.words[SAMPLE_WORD + 1]
         if self._read is None or not address:
             return
-        process, _, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        process, _ = process_and_user(sock)
         found = ctypes.c_uint64(~value & (1 << 64) - 1)
         if process > 0 and self._copy(process, ctypes.addressof(found), address, 8) and found.value == value:
             self.processes[peer] = process
