@@ -20,7 +20,8 @@ from totalreduce.sparse.topka import TopkA
 from totalreduce.strategies.averaging import LocalSGD
 from totalreduce.testing import run_ranks
 
-STEPS, PAUSE_S = 5, 0.02
+#: A pause is long beside the time by which the end of the first step, from which on steps are timed, may be late.
+STEPS, PAUSE_S = 5, 0.05
 SYNCS = {
     "dense": None,
     "sparse": TopkA(density=0.25),
@@ -58,7 +59,7 @@ def test_the_ranks_that_wait_for_a_slow_one_are_exposed(kind):
     assert closed == {}
     paused_s = (STEPS - 1) * PAUSE_S
     assert fast.exposed_s > 0.7 * paused_s
-    assert fast.step_s > 0.7 * paused_s  # its first step, which is not timed, may end late
+    assert fast.step_s > 0.9 * paused_s
     assert slow.step_s - slow.exposed_s > 0.9 * paused_s
     assert slow.exposed_s < 0.5 * fast.exposed_s
     if kind == "sparse":
