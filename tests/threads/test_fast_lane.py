@@ -180,7 +180,8 @@ def test_no_bit_of_blocks_depends_on_the_lane(memory: str, world_size: int) -> N
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_large_tensors_are_read_where_they_are(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No operation has a stage, none is sent as messages, and no bit changes; a name is used three times."""
-    monkeypatch.setattr(lane_module, "_UNSTAGED_BYTES_MIN", 64 * 1024)
+    for name in ("_UNSTAGED_BYTES_MIN", "_UNSTAGED_BYTES_MIN_OF_TWO"):
+        monkeypatch.setattr(lane_module, name, 64 * 1024)
     staged: list[bool] = []
 
     def results_of(group: Group) -> list[torch.Tensor]:
@@ -216,7 +217,8 @@ def test_large_tensors_are_read_where_they_are(world_size: int, monkeypatch: pyt
 
 
 def test_blocks_that_lie_apart_and_memory_that_cannot_be_read_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane_module, "_UNSTAGED_BYTES_MIN", 64 * 1024)
+    for name in ("_UNSTAGED_BYTES_MIN", "_UNSTAGED_BYTES_MIN_OF_TWO"):
+        monkeypatch.setattr(lane_module, name, 64 * 1024)
 
     def results_of(group: Group) -> list[torch.Tensor]:
         inputs = [values_of(group.rank + 7 * index, 300_000, torch.float32) for index in range(2)]

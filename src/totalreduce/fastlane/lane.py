@@ -56,8 +56,11 @@ _YIELD_NS = 500_000
 #: How often pieces are moved before other operations get their turn: some milliseconds.
 _PIECES_AT_A_TIME = 32
 #: What the other ranks read of a rank is staged if it is shorter than this and does not lie in shared memory. Measured
-#: with two ranks: 1.3 times as long without staging at 2 MiB, 0.8 times at 4 MiB, 0.3 times at 64 MiB.
+#: with four ranks: staged or not, the same time at 4 MiB, and 1.2 times as long staged at 16 and 64 MiB.
 _UNSTAGED_BYTES_MIN = 3 * 1024 * 1024
+#: The same for two ranks, whose staged pieces mostly stay in the caches. Measured staged and not staged: 1.1 and 2.8 ms
+#: at 8 MiB, 2.5 and 3.7 at 16, 8 and 13 at 64; but 35 and 20 at 64 where other programs filled the third-level cache.
+_UNSTAGED_BYTES_MIN_OF_TWO = 24 * 1024 * 1024
 #: The bytes of the tensor of an operation, or of its blocks. In the kinds that the lane takes no rank lacks a block.
 _Buffers = Sequence[memoryview | None]
 #: The address of the tensor; where the other ranks can read it (``exchange.SOURCE``); and the addresses of the blocks,
@@ -178,7 +181,7 @@ class _Plan:
     def _source(self, buffers: _Buffers, boards: Boards) -> int:
         """Return where the other ranks read this rank's tensor: ``exchange.SOURCE``."""
         offset = self._begin(buffers, boards.offset_of)
-        if offset or self._published < _UNSTAGED_BYTES_MIN:
+        if offset or self._published < (_UNSTAGED_BYTES_MIN_OF_TWO if len(self.ranks) == 2 else _UNSTAGED_BYTES_MIN):
             return offset
         address = self._begin(buffers, _address_of)
         return -address if address and boards.let_read(self.ranks, address, self._published) else 0
