@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from totalreduce.bench.ddp import DdpLaunch, differences_of, summarise
+from totalreduce.bench.ddp import ALONE, DdpLaunch, differences_of, summarise
 from totalreduce.bench.launching import BenchmarkFailedError
 
 LOSSES = [4.0, 3.5, 3.0, 2.5, 2.25]
@@ -26,6 +26,11 @@ def test_ratios_are_taken_round_by_round():
     assert (theirs.backend, theirs.seconds.median) == ("gloo", 2.0)
     assert (theirs.ratio.low, theirs.ratio.median, theirs.ratio.high) == (0.5, 0.8, 1.0)
     assert ours.difference == theirs.difference == 0.0
+
+
+def test_replicas_without_an_exchange_may_have_other_losses():
+    *_, alone = summarise({"totalreduce": [launch(3.0)], "gloo": [launch(4.0)], ALONE: [launch(2.0, [1.0] * 5)]})
+    assert (alone.backend, alone.seconds.median, alone.ratio.median, alone.difference) == (ALONE, 2.0, 1.5, 0.0)
 
 
 def test_the_largest_difference_of_any_launch_is_reported():

@@ -33,6 +33,8 @@ _EXACT_STEPS = 6
 _EXACT_TOLERANCE = 1e-10
 _TIMED_TOLERANCE = 0.1
 _LAUNCH_LIMIT_S = 900.0
+#: The name of the contestant that exchanges no gradients (``bench.alone``).
+ALONE = "no exchange"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +61,11 @@ class DdpFigure:
     """One back end.
 
     Attributes:
-        backend: Its name in torch.distributed.
+        backend: Its name in torch.distributed, or ``ALONE``.
         seconds: Time of a step: averaged over ranks, median over a launch's steps, estimated over launches.
         ratio: Total Reduce's step time divided by this back end's, round by round; ``None`` for Total Reduce's own.
-        difference: The largest relative difference of any step's loss from Total Reduce's first launch.
+        difference: The largest relative difference of any step's loss from Total Reduce's first launch; 0 for
+            ``ALONE``, whose replicas differ.
     """
 
     backend: str
@@ -73,7 +76,7 @@ class DdpFigure:
 
 @benchmark(
     "ddp",
-    "totalreduce bench ddp -n 2",
+    "totalreduce bench ddp -n 2 --alone",
     "totalreduce bench ddp --script torch_fsdp --model gpt --emulate-hosts 4 -- --batch 4",
     shared=("ranks", "emulate_hosts", "emulate_rate", "ranks_per_host", "rounds"),
     rounds=6,
@@ -92,10 +95,13 @@ def bench_ddp(
     ] = "torch_ddp",
     model: Annotated[str, typer.Option(help="cnn or gpt.")] = "cnn",
     steps: Annotated[int, typer.Option(help="Timed steps of a launch, after three untimed ones.")] = 20,
+    alone: Annotated[
+        bool, typer.Option("--alone", help="Time DDP without any exchange of gradients, too: the limit of a step.")
+    ] = False,
 ) -> Report:
     """Time an unmodified DDP or FSDP2 script on this back end and on gloo.
 
-    The two take turns, one launch after the other. Every step's loss must agree, tightly in float64
+    The back ends take turns, one launch after the other. Every step's loss must agree, tightly in float64
     and coarsely in the timed float32, or there is no figure.
     """
     setting = replace(setting, against=("gloo",))
@@ -104,7 +110,8 @@ def bench_ddp(
     options = ["--model", model, *(arguments or [])]
     path = find_script(script)
     exact = compare_exactly(setting, path, options)
-    launches = measure_ddp(setting, path, [*options, "--steps", str(_WARMUP_STEPS + steps)])
+    contestants = [*setting.peers, *([ALONE] if alone else [])]
+    launches = measure_ddp(setting, contestants, path, [*options, "--steps", str(_WARMUP_STEPS + steps)])
     figures = summarise(launches)
     raw = [{"options": options, "difference_float64": exact, "launches": launches}]
     table = _table(setting, f"{path.stem} {model}", figures, exact)
@@ -126,20 +133,23 @@ def compare_exactly(setting: Setting, script: Path, options: Sequence[str]) -> f
     return max(differences.values())
 
 
-def measure_ddp(setting: Setting, script: Path, options: Sequence[str]) -> dict[str, list[DdpLaunch]]:
-    """Launch the script once per back end and round; the first back end changes from round to round.
+def measure_ddp(
+    setting: Setting, contestants: Sequence[str], script: Path, options: Sequence[str]
+) -> dict[str, list[DdpLaunch]]:
+    """Launch the script once per contestant and round; the first contestant changes from round to round.
 
     Args:
-        setting: Where, and against which back ends.
+        setting: Where, and how often.
+        contestants: The back ends, and ``ALONE`` if wanted.
         script: Takes ``--backend`` and ``--json``.
         options: Further ones.
 
     Returns:
-        The documents of the script, by back end and in the order of rounds.
+        The documents of the script, by contestant and in the order of rounds.
     """
-    launches: dict[str, list[DdpLaunch]] = {backend: [] for backend in setting.peers}
+    launches: dict[str, list[DdpLaunch]] = {backend: [] for backend in contestants}
     for index in range(setting.rounds):
-        for backend in setting.peers if index % 2 == 0 else reversed(setting.peers):
+        for backend in contestants if index % 2 == 0 else reversed(contestants):
             launches[backend].append(_launch(setting, [str(script), *options], backend))
             step_ms = 1000 * _step_s(launches[backend][-1])
             print_progress(f"ddp: round {index + 1} of {setting.rounds}: {backend} {step_ms:.1f} ms")
@@ -149,8 +159,8 @@ def measure_ddp(setting: Setting, script: Path, options: Sequence[str]) -> dict[
 def summarise(launches: dict[str, list[DdpLaunch]]) -> list[DdpFigure]:
     """From every launch's losses and times to figures. Pure."""
     seconds = {backend: [_step_s(launch) for launch in several] for backend, several in launches.items()}
-    losses = {backend: [launch.losses for launch in several] for backend, several in launches.items()}
-    differences = differences_of(losses, _TIMED_TOLERANCE)
+    losses = {backend: [each.losses for each in several] for backend, several in launches.items() if backend != ALONE}
+    differences = {ALONE: 0.0, **differences_of(losses, _TIMED_TOLERANCE)}
     return [
         DdpFigure(
             backend,
@@ -191,6 +201,8 @@ def _step_s(launch: DdpLaunch) -> float:
 
 
 def _launch(setting: Setting, command: Sequence[str], backend: str) -> DdpLaunch:
+    if backend == ALONE:  # the back end collects the times of the ranks only, so gloo does
+        command, backend = ["-m", "totalreduce.bench.alone", *command], "gloo"
     argv = [*command, "--backend", backend]
     return run_script(setting, argv, DdpLaunch, over_gloo=backend == "gloo", timeout_s=_LAUNCH_LIMIT_S)
 
@@ -205,6 +217,6 @@ def _table(setting: Setting, what: str, figures: list[DdpFigure], exact: float) 
             ("totalreduce / this", lambda figure: times(figure.ratio)),
         ],
         figures,
-        f"The same script with another --backend. Losses agree to {exact:.1e} of their value in float64, "
-        f"{difference:.1e} in float32.",
+        f"The same script with another --backend. The back ends' losses agree to {exact:.1e} of their value in "
+        f"float64, {difference:.1e} in float32.",
     )
