@@ -1,7 +1,13 @@
 """What is loaded ahead is what the methods call: in a process of its own, where nothing was compiled before."""
 
+import logging
 import subprocess
 import sys
+import threading
+
+import pytest
+
+from totalreduce.kernels import ahead
 
 SCRIPT = """
 from totalreduce.codecs.codecs import CODECS
@@ -38,3 +44,64 @@ assert called() == before, {name: (count, before[name]) for name, count in calle
 def test_no_method_compiles_anything_more() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
+
+
+COUNTING = """
+import sys
+with open("calls", "a") as file:
+    file.write(sys.argv[1] + "\\n")
+sys.exit(int(open("code").read()))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder for Numba's files without any, and a program that counts its calls instead of compiling."""
+    monkeypatch.setattr(ahead, "_folder", lambda: tmp_path / "new")
+    monkeypatch.setattr(ahead, "_PROGRAM", COUNTING)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "code").write_text("0")
+    return tmp_path
+
+
+def test_of_those_that_begin_together_one_compiles(folder) -> None:
+    threads = [threading.Thread(target=ahead._compile_once, args=("call_sparse",)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ahead._compile_once("call_codecs")
+    ahead._compile_once("call_sparse")
+    assert (folder / "calls").read_text().split() == ["call_sparse", "call_codecs"]
+
+
+def test_who_could_not_compile_tries_again_and_says_why(folder, caplog) -> None:
+    (folder / "code").write_text("7")
+    with caplog.at_level(logging.WARNING):
+        ahead._compile_once("call_sparse")
+    assert "has failed (exit code 7); this process compiles them now" in caplog.text
+    (folder / "code").write_text("0")
+    ahead._compile_once("call_sparse")
+    ahead._compile_once("call_sparse")
+    assert (folder / "calls").read_text().split() == ["call_sparse", "call_sparse"]
+
+
+COLD = """
+from totalreduce.kernels import ahead, coding, merging, quantisation, scattering, selection
+
+ahead.load()
+ahead.load_codecs()
+for module in (coding, merging, quantisation, scattering, selection):
+    for kernel in vars(module).values():
+        if hasattr(kernel, "signatures"):
+            assert not kernel.stats.cache_misses, (kernel, kernel.stats)
+"""
+
+
+@pytest.mark.slow  # compiles all kernels
+def test_no_rank_compiles_in_its_own_process(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    runs = [subprocess.Popen([sys.executable, "-c", COLD], stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [run.communicate(timeout=600)[1] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], said
+    assert len(list(tmp_path.rglob("*.compiled"))) == 2

@@ -51,3 +51,33 @@ def test_heartbeats_leave_where_nothing_else_does() -> None:
     pulse.spoke_at = 1.0  # data has left
     assert not liveness.is_beat_due(pulse, 1.4)
     assert liveness.is_beat_due(pulse, 1.5)
+
+
+ENDED = "its connection ended"
+
+
+@pytest.mark.parametrize(("away", "told"), [(1.4, False), (1.6, True), (50.0, True)])
+def test_the_end_of_a_connection_after_a_pause_of_this_process_names_the_pause(away: float, told: bool) -> None:
+    liveness = Liveness(CONFIG, 0.0)
+    liveness.look([], 1.0)
+    now = 1.0 + away
+    before = liveness.explain_end(ENDED, now)  # the end is noticed before the next look
+    for quarter in range(8):
+        liveness.look([], now + quarter / 4)
+    after = liveness.explain_end(ENDED, now + 1.75)
+    expected = ENDED
+    if told:
+        expected = (
+            f"{ENDED}; before that, this process itself sent no heartbeat for {away:.1f} s, because it was stopped or "
+            "got no processor time, so the other rank may have given it up; if its host was only busy, raise "
+            "TOTALREDUCE_PEER_TIMEOUT_S"
+        )
+    assert (before, after) == (expected, expected)
+
+
+def test_a_pause_long_ago_does_not_explain_the_end_of_a_connection() -> None:
+    liveness = Liveness(CONFIG, 0.0)
+    liveness.look([], 5.0)
+    for quarter in range(1, 10):
+        liveness.look([], 5.0 + quarter / 4)
+    assert liveness.explain_end(ENDED, 7.1) == ENDED

@@ -308,6 +308,25 @@ def test_a_heartbeat_that_stands_still_is_a_frozen_process(monkeypatch: pytest.M
         assert host.desks[0].lost[0][1].endswith("raise TOTALREDUCE_PEER_TIMEOUT_S)")
 
 
+def test_who_was_stopped_and_given_up_knows_that_it_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=100.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(shm_module, "time", clock)
+    with Host(2) as host:
+        host.desks[0].put(1, message(b"x"))
+        host.desks[1].put(0, message(b"x"))
+        host.move()
+        for _ in range(25):
+            clock.now += 0.1
+            host.move(1, only=[0])
+        assert [peer for peer, _ in host.desks[0].lost] == [1]
+        host.move(1, only=[1])
+        [(peer, reason)] = host.desks[1].lost
+        assert peer == 0
+        assert reason.startswith("its connection ended (the connection was closed by the other end); before that, this")
+        assert "sent no heartbeat for 2.5 s" in reason
+
+
 def test_who_was_stopped_himself_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=100.0)
     clock.monotonic = lambda: clock.now

@@ -2,19 +2,106 @@
 
 Numba keeps compiled functions in files. To read them takes a second of processor time, and to compile them ten seconds;
 that belongs to the construction of an optimizer and not to its first step.
+
+The group has met by then, and heartbeats must leave meanwhile. While Numba compiles, it holds the interpreter's lock
+most of the time, and on a busy machine the thread that sends heartbeats then got the lock too rarely: the other ranks
+gave this one up. So the kernels are compiled in a process of their own, for which this one waits without the lock. One
+process of a machine has that done for all. That also keeps Numba's files right: it locks none of them, and two
+processes that add code for two types to one function could each take the same file for it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
 import numpy as np
 
-from totalreduce.kernels import coding, merging, quantisation, scattering, selection
+from totalreduce.kernels import coding, machine_code, merging, quantisation, scattering, selection
 
-__all__ = ["load", "load_codecs"]
+__all__ = ["call_codecs", "call_sparse", "load", "load_codecs"]
+
+_log = logging.getLogger(__name__)
+
+#: The program of the process that compiles: it calls one function of this module, and finds modules where this process
+#: does.
+_PROGRAM: Final = """
+import sys
+sys.path[:] = sys.argv[2:]
+from totalreduce.kernels import ahead
+getattr(ahead, sys.argv[1])()
+"""
+#: How long that process may take. Afterwards this process compiles by itself.
+_COMPILE_S: Final = 600.0
 
 
 def load() -> None:
-    """Call every kernel once, with the types that the methods use; a second call takes no time."""
+    """Load the kernels of the sparse methods, with the types that the methods use; a second call takes no time."""
+    _compile_once("call_sparse")
+    call_sparse()
+
+
+def load_codecs() -> None:
+    """Load the kernels of the codecs; a second call takes no time. ``load`` has those of lists of elements."""
+    _compile_once("call_codecs")
+    call_codecs()
+
+
+def _compile_once(name: str) -> None:
+    """Have a process compile the kernels that a function of this module calls, unless one of this machine has done so.
+
+    If that is not possible, Numba compiles them in this process when they are called.
+    """
+    folder = _folder()
+    if folder is None:
+        return
+    mark = folder / f"{name}-{_digest()}.compiled"
+    if mark.exists():
+        return
+    _log.info("the kernels are being compiled, once on this machine: some ten seconds of processor time")
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        with machine_code.only_one(mark):
+            if not mark.exists() and _compile_apart(name):
+                mark.touch()
+
+
+def _folder() -> Path | None:
+    """Return the folder in which Numba keeps the kernels; ``None`` if it compiles nothing (``NUMBA_DISABLE_JIT``)."""
+    stats = getattr(selection.accumulate, "stats", None)
+    return None if stats is None else Path(stats.cache_path)
+
+
+def _digest() -> str:
+    """Return a digest of what the code depends on. Of the sources it has what Numba looks at: time and length."""
+    digest = machine_code.digest_of_machine()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        stamp = source.stat()
+        digest.update(f"{source.name} {stamp.st_mtime} {stamp.st_size} {sys.version_info[:2]}".encode())
+    return digest.hexdigest()
+
+
+def _compile_apart(name: str) -> bool:
+    """Call a function of this module in a process of its own; return whether that has succeeded."""
+    argv = [sys.executable, "-c", _PROGRAM, name, *sys.path]
+    try:
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=_COMPILE_S, check=False)  # noqa: S603
+    except subprocess.TimeoutExpired:
+        _log.warning("the kernels were not compiled within %g s; this process compiles them now", _COMPILE_S)
+        return False
+    if done.returncode:
+        said = done.stderr.decode("utf-8", "replace").strip().splitlines()
+        cause = said[-1] if said else f"exit code {done.returncode}"
+        _log.warning("the process that compiles the kernels has failed (%s); this process compiles them now", cause)
+    return not done.returncode
+
+
+def call_sparse() -> None:
+    """Call every kernel of the sparse methods once, with the types that the methods use."""
     one, n = np.float32(1.0), 2 * selection.LANES
     values, index = np.ones(n, np.float32), np.arange(n, dtype=np.int32)
     room_index, room_value = np.empty(2 * n, np.int32), np.empty(2 * n, np.float32)
@@ -37,8 +124,8 @@ def load() -> None:
     scattering.keep_rest(values, 0, index, values, values, index)
 
 
-def load_codecs() -> None:
-    """Call every kernel of the codecs once; a second call takes no time. ``load`` has those of lists of elements."""
+def call_codecs() -> None:
+    """Call every kernel of the codecs once."""
     values, out = np.ones(10, np.float32), np.zeros(10, np.float32)
     scale, code = np.ones(2, np.float32), np.zeros(16, np.uint8)
     one, integers = scale[:1], code[:10].view(np.int8)

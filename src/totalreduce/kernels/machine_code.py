@@ -24,7 +24,7 @@ from llvmlite import binding
 
 from totalreduce.foundation.environment import cache_folder
 
-__all__ = ["SYMBOLS", "Loaded", "load"]
+__all__ = ["SYMBOLS", "Loaded", "digest_of_machine", "load", "only_one"]
 
 #: Symbols of this process that the code may refer to: of the C library, and of Python's exceptions.
 _OF_PROCESS: Final = (
@@ -88,10 +88,7 @@ def load(module: str, num_arguments: int, sources: Sequence[Path]) -> Loaded:
         num_arguments: The number of the function's arguments.
         sources: The files whose text determines the code.
     """
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    machine = (binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten())
-    for part in (*machine, metadata.version("numba"), metadata.version("llvmlite")):
-        digest.update(part.encode() + b"\0")
+    digest = digest_of_machine()
     for source in sources:
         digest.update(source.read_bytes())
     for folder in _folders():
@@ -99,6 +96,15 @@ def load(module: str, num_arguments: int, sources: Sequence[Path]) -> Loaded:
         with contextlib.suppress(OSError):
             return Loaded(_read_or_make(path, module), num_arguments)
     return Loaded(_compile(module), num_arguments)
+
+
+def digest_of_machine() -> hashlib.blake2b:
+    """Return a digest, to be continued, of all that compiled code depends on besides its sources."""
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    machine = (binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten())
+    for part in (*machine, metadata.version("numba"), metadata.version("llvmlite")):
+        digest.update(part.encode() + b"\0")
+    return digest
 
 
 def _folders() -> Iterator[Path]:
@@ -113,7 +119,7 @@ def _read_or_make(path: Path, module: str) -> bytes:
     code = _read(path)
     if code is None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _only_one(path):
+        with only_one(path):
             code = _read(path)
             if code is None:
                 code = _compile(module)
@@ -142,8 +148,12 @@ def _digest(code: bytes) -> bytes:
 
 
 @contextlib.contextmanager
-def _only_one(path: Path) -> Iterator[None]:
-    """Wait until no other process compiles for this file. On a file system without locks several do."""
+def only_one(path: Path) -> Iterator[None]:
+    """Wait until no other process compiles for this file. On a file system without locks several do.
+
+    Raises:
+        OSError: The file of the lock, beside this one, cannot be written.
+    """
     with path.with_suffix(".lock").open("wb") as file:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)

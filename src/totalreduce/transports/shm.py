@@ -156,7 +156,7 @@ class ShmTransport(Transport):
         if connection.ended is not None and not connection.incoming.has_mail:
             reason = f"its connection ended ({connection.ended})"
             if connection.used:
-                self._lose(connection.peer, reason)
+                self._lose(connection.peer, self._liveness.explain_end(reason, time.monotonic()))
             else:
                 self._drop(connection)
                 self._meetings.absent[connection.peer] = reason

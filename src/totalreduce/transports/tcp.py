@@ -323,7 +323,7 @@ class TcpTransport(Transport):
             due = self._verdict_at(peer, ended_at)
             if now >= due:
                 del self._ended[peer]
-                self._lose(peer, reason)
+                self._lose(peer, liveness.explain_end(reason, now))
             else:
                 liveness.due_at = min(liveness.due_at, due)
 
