@@ -216,3 +216,20 @@ def test_a_process_that_comes_after_the_others_have_met_does_not_disturb_them(fl
         worker.tell()
     for worker in (first, second):
         assert worker.read("done")["value"] == 2.0
+
+
+ALONE = """
+from totalreduce.kernels import exchange
+
+exchange.load.cache_clear()
+attempt("join", tr.init, timeout_s=0.5)
+say("end", loaded=exchange.load.cache_info().currsize)
+"""
+
+
+@pytest.mark.parametrize(("local", "loaded"), [("2", 1), ("1", 0)])
+def test_ranks_compile_the_fast_lane_before_they_meet(fleet, local, loaded):
+    """If ranks compiled it later, peers on other hosts would wait for an answer for a short time only."""
+    (worker,) = fleet.start(1, ALONE, WORLD_SIZE="2", LOCAL_WORLD_SIZE=local)
+    assert worker.read("join")["error"] == "RendezvousError"
+    assert worker.read("end")["loaded"] == loaded
