@@ -496,6 +496,9 @@ def test_a_rank_whose_heartbeats_end_is_lost(idle):
     assert other.lost[0].startswith("silent for")
     assert 0.5 * FAST.silence_s < time.monotonic() - begin < 2 * FAST.silence_s
     assert living.lost == []
+    turn([living], lambda: living.lost)  # it goes on, finds its connection ended, and knows why
+    assert living.lost[0].startswith("its connection ended (")
+    assert "this process itself sent no heartbeat for" in living.lost[0]
 
 
 def test_a_long_message_goes_into_the_socket_as_a_whole():
