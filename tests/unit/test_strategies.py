@@ -1,7 +1,9 @@
 """Strategies, their ranks in lockstep: what they compute, beside loops in plain NumPy."""
 
 import dataclasses
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -349,6 +351,35 @@ def test_with_a_codec_nothing_is_lost(strategy, world_size: int) -> None:
         assert len({parameters.tobytes() for parameters in everybody(ranks)}) == 1
     if isinstance(strategy, EASGD):
         assert len({session.state()["shared"]["centre"].tobytes() for session in ranks.sessions}) == 1
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Int8, and a list of what was called."""
+
+    calls: list[str]
+    name: ClassVar[str] = "watched"
+    has_fixed_size: ClassVar[bool] = True
+    is_unbiased: ClassVar[bool] = False
+
+    def bytes_max(self, count: int) -> int:
+        return Int8().bytes_max(count)
+
+    def encode(self, values, out, *, seed: int = 0, keeps: bool = False) -> int:
+        self.calls.append("encode")
+        return Int8().encode(values, out, seed=seed, keeps=keeps)
+
+    def decode(self, coded, out, *, adds: bool = False) -> None:
+        self.calls.append(f"decode adds={adds}")
+        Int8().decode(coded, out, adds=adds)
+
+
+@pytest.mark.parametrize("make", [LocalSGD, DiLoCo, EASGD])
+def test_the_kernels_of_a_codec_are_loaded_before_the_first_step(make) -> None:
+    """To compile them takes seconds, which do not belong to the first exchange."""
+    calls: list[str] = []
+    make(codec=Watched(calls)).session(ArrayReplica(start(np.float32)), 0, 2)
+    assert sorted(set(calls)) == ["decode adds=False", "decode adds=True", "encode"]
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, 1e38])

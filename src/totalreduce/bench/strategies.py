@@ -11,7 +11,7 @@ from totalreduce.bench.training import MODELS, TrainPlan, report_trainings
 _METHODS = (
     *("local_sgd", "post_local_sgd", "slowmo", "easgd", "gossip:overlap=1", "async_gossip", "strom:threshold=3e-4"),
     "diloco:period=16",
-    "diloco:period=16:fragments=4:overlap=4:codec=int8:outer_lr=1.0:outer_momentum=0.0",
+    "diloco:period=24:fragments=4:overlap=10:codec=int8:outer_lr=1.0:outer_momentum=0.0",
     *("async:rate=0.25", "stale_synchronous:rate=0.25", "soft_sync:n=2:rate=0.5"),
     *("quorum:n=3:grace_s=0.01", "eager:mode=majority"),
     "parameter_server:consistency=sequential:codec=int8",

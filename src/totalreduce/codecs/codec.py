@@ -11,7 +11,17 @@ from totalreduce.foundation.errors import ConfigurationError, ProtocolError
 from totalreduce.kernels import quantisation
 from totalreduce.kernels.arrays import Array
 
-__all__ = ["BLOCK_MAX", "TOO_LARGE", "BlockCodec", "Codec", "check_codec", "check_size", "seed_of", "words"]
+__all__ = [
+    "BLOCK_MAX",
+    "TOO_LARGE",
+    "BlockCodec",
+    "Codec",
+    "check_codec",
+    "check_size",
+    "load_kernels",
+    "seed_of",
+    "words",
+]
 
 #: What ``Codec.encode`` returns if a value is too large.
 TOO_LARGE = -1
@@ -119,6 +129,26 @@ def check_codec(codec: object) -> None:
     """
     if codec is not None and (isinstance(codec, type) or not callable(getattr(codec, "bytes_max", None))):
         raise ConfigurationError(f"codec is None or a codec, for instance tr.Int8(), not {codec!r}")
+
+
+def load_kernels(codec: Codec | None) -> None:
+    """Encode and decode one value, so that the compiled kernels of a codec are loaded.
+
+    Numba loads a kernel when it is called for the first time: half a second of processor time, and some seconds where
+    the kernel must be compiled. A session calls this when it is made, so that its first exchange does not take longer.
+    A second call takes no time.
+
+    Args:
+        codec: The codec; ``None``: there is nothing to load.
+    """
+    if codec is None:
+        return
+    value = np.ones(1, np.float32)
+    quantisation.within_limit(value)
+    room = np.empty(codec.bytes_max(1), np.uint8)
+    code = room[: codec.encode(value, room, keeps=True)]
+    codec.decode(code, value)
+    codec.decode(code, value, adds=True)
 
 
 def seed_of(step: int, rank: int, region: int = 0) -> int:

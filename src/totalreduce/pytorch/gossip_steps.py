@@ -98,7 +98,7 @@ class GossipSteps(OwnSteps):
         if partner is not None:
             answer = torch.empty(values.nbytes, dtype=torch.uint8)
             self._awaited = self._group.recv(answer, src=partner, tag=_ANSWERS), answer
-            self._sent.send(self._group, values.tobytes(), partner, _QUESTIONS)
+            self._sent.send(self._group, values.view(np.uint8), partner, _QUESTIONS)
 
     def _check_thread(self) -> None:
         """Raise the error with which the thread has ended."""
@@ -126,7 +126,7 @@ class GossipSteps(OwnSteps):
                 if source is not None:
                     with self._lock:
                         change = self._node.asked(values)
-                    self._sent.send(self._group, change.tobytes(), source, _ANSWERS)
+                    self._sent.send(self._group, change.view(np.uint8), source, _ANSWERS)
         except BaseException as error:
             with self._lock:
                 self._error = error

@@ -151,10 +151,15 @@ class _Server:
         with self._lock:
             self._share.reload(inner)
 
-    def take(self, worker: int, message: bytes) -> None:
-        """Give a worker's message to the session, and answer whom it says."""
-        clock, version = _PUSH.unpack_from(message)
-        gradient = np.frombuffer(message, self._share.dtype, offset=_PUSH.size + 8 * self._num_rates).copy()
+    def take(self, worker: int, message: Array) -> None:
+        """Give a worker's message to the session, and answer whom it says.
+
+        Args:
+            worker: Its rank.
+            message: uint8. Nobody else changes it: the session keeps the gradient in it.
+        """
+        clock, version = _PUSH.unpack_from(message.data)
+        gradient = message[_PUSH.size + 8 * self._num_rates :].view(self._share.dtype)
         now = time.monotonic()
         with self._lock:
             if clock < 0:
@@ -162,7 +167,7 @@ class _Server:
                 self._answer(self._session.finished(worker, now))
                 self._lock.notify_all()
                 return
-            self._share.rates = np.frombuffer(message, np.float64, self._num_rates, _PUSH.size)
+            self._share.rates = np.frombuffer(message, np.float64, self._num_rates, _PUSH.size).copy()
             self._answer(self._session.push(Push(worker, clock, version, gradient), now))
 
     def await_own_answer(self, timeout_s: float, check: Callable[[], None]) -> Array | None:
@@ -220,7 +225,7 @@ class _Server:
                     self._look_at_time()
             else:
                 assert work.source is not None
-                self.take(work.source, message.numpy().tobytes())
+                self.take(work.source, message.numpy())
                 return
 
     def _until_due(self) -> float:
@@ -238,14 +243,19 @@ class _Server:
         """Send the parameters as they are now. Under the lock."""
         if not answers:
             return
-        values = self._share.values().tobytes()
+        values = self._share.values().view(np.uint8)
+        messages: dict[int, Array] = {}  #: By staleness: workers get the same memory, and nobody changes it.
         for answer in answers:
-            message = _ANSWER.pack(self._session.version, -1 if answer.staleness is None else answer.staleness) + values
+            staleness = -1 if answer.staleness is None else answer.staleness
+            if staleness not in messages:
+                message = messages[staleness] = np.empty(_ANSWER.size + values.size, np.uint8)
+                _ANSWER.pack_into(message.data, 0, self._session.version, staleness)
+                message[_ANSWER.size :] = values
             if answer.worker == self._group.rank:
-                self._own_answer = np.frombuffer(bytearray(message), np.uint8)
+                self._own_answer = messages[staleness]
                 self._lock.notify_all()
             elif answer.worker in self._unfinished:
-                self._sent.send(self._group, message, answer.worker, _ANSWERS)
+                self._sent.send(self._group, messages[staleness], answer.worker, _ANSWERS)
 
 
 @final
@@ -255,9 +265,12 @@ class Sent:
     def __init__(self) -> None:
         self._works: deque[tuple[Work, torch.Tensor]] = deque()
 
-    def send(self, group: Group, message: bytes, to: int, tag: int) -> None:
-        """Send a message. Raises the error of an earlier one that could not be sent."""
-        block = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    def send(self, group: Group, message: Array, to: int, tag: int) -> None:
+        """Send a message, uint8, which nobody changes from now on.
+
+        Raises the error of an earlier message that could not be sent.
+        """
+        block = torch.from_numpy(message)
         self._works.append((group.send(block, dst=to, tag=tag), block))
         while self._works and self._works[0][0].done():
             ended, _ = self._works.popleft()
@@ -335,8 +348,11 @@ class _Worker:
         for server, share in enumerate(self.shares):
             if not share:
                 continue
-            gradient = self._gradient(share, is_last=is_last)
-            message = _PUSH.pack(clock, self._versions[server]) + rates.tobytes() + gradient.tobytes()
+            message = np.empty(_PUSH.size + rates.nbytes + self._gradient_bytes(share), np.uint8)
+            _PUSH.pack_into(message.data, 0, clock, self._versions[server])
+            message[_PUSH.size : _PUSH.size + rates.nbytes] = rates.view(np.uint8)
+            gradient = message[_PUSH.size + rates.nbytes :].view(self.replica.dtype)
+            self._write_gradient(share, gradient, is_last=is_last)
             if server == group.rank:
                 server_here.take(group.rank, message)
                 continue
@@ -395,9 +411,11 @@ class _Worker:
         """Return the number of elements of these parameters."""
         return sum(self.replica.sizes[tensor] for tensor in share)
 
-    def _gradient(self, share: Sequence[int], *, is_last: bool) -> Array:
-        """Return the gradients of a share, zeros where a parameter has none, and which of them there are."""
-        flat = np.zeros(self.num_elements(share) + len(share), self.replica.dtype)
+    def _gradient_bytes(self, share: Sequence[int]) -> int:
+        return (self.num_elements(share) + len(share)) * self.replica.dtype.itemsize
+
+    def _write_gradient(self, share: Sequence[int], flat: Array, *, is_last: bool) -> None:
+        """Write the gradients of a share, zeros where a parameter has none, and which of them there are."""
         begin = 0
         for place, tensor in enumerate(share, start=flat.size - len(share)):
             grad, end = self._parameters[tensor].grad, begin + self.replica.sizes[tensor]
@@ -405,8 +423,10 @@ class _Worker:
                 dense = grad.to_dense() if grad.is_sparse else grad
                 torch.from_numpy(flat[begin:end]).copy_(dense.detach().reshape(-1))
                 flat[place] = 1.0
+            else:
+                flat[begin:end] = 0.0
+                flat[place] = 0.0
             begin = end
-        return flat
 
 
 def observations(staleness: Counter[int], lead: int) -> dict[str, int | float]:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, final
 
 import numpy as np
 
-from totalreduce.codecs.codec import Codec, check_codec
+from totalreduce.codecs.codec import Codec, check_codec, load_kernels
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.kernels.arrays import Array
@@ -119,6 +119,7 @@ class AveragingSession:
 
     def __init__(self, settings: LocalSGD, replica: Replica, rank: int, world_size: int, *, start: int) -> None:
         """``start``: the number of synchronous steps that come first."""
+        load_kernels(settings.codec)
         self._settings, self._replica, self._start = settings, replica, start
         self._rank, self._world_size = rank, world_size
         self._steps = 0

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, final
 
 import numpy as np
 
-from totalreduce.codecs.codec import Codec, check_codec
+from totalreduce.codecs.codec import Codec, check_codec, load_kernels
 from totalreduce.foundation import checks
 from totalreduce.strategies.strategy import Pending, Replica, Strategy, mean_of
 
@@ -55,6 +55,7 @@ class EASGDSession:
 
     def __init__(self, settings: EASGD, replica: Replica, rank: int, world_size: int) -> None:
         """The centre begins where all ranks are."""
+        load_kernels(settings.codec)
         self._settings, self._replica = settings, replica
         self._rank, self._world_size = rank, world_size
         self._steps = 0

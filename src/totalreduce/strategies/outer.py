@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol, final
 
 import numpy as np
 
-from totalreduce.codecs.codec import Codec, check_codec
+from totalreduce.codecs.codec import Codec, check_codec, load_kernels
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.partition import balanced_range
@@ -201,6 +201,7 @@ class OuterSession:
 
     def __init__(self, settings: DiLoCo, replica: Replica, rank: int, world_size: int) -> None:
         """Begin with what the replica has, which all ranks have."""
+        load_kernels(settings.codec)
         self._settings, self._replica = settings, replica
         self._rank, self._world_size = rank, world_size
         self._steps = 0
