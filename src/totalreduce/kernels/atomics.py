@@ -45,8 +45,8 @@ _PAUSES = {"x86_64": ("llvm.x86.sse2.pause", []), "aarch64": ("llvm.aarch64.hint
 yield_core = types.ExternalFunction("sched_yield", types.int32())
 #: The C library's ``clock_gettime``: the number of the clock, and the address of two words for seconds and nanoseconds.
 read_clock = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
-#: The C library's ``memcpy``, for addresses: target, source, number of bytes. It chooses its instructions by the number;
-#: for many bytes there are ``copy_block`` and ``stream_block``.
+#: The C library's ``memcpy``, for addresses: target, source, number of bytes. It chooses its instructions by the
+#: number; for many bytes there are ``copy_block`` and ``stream_block``.
 copy_few = types.ExternalFunction("memcpy", types.int64(types.int64, types.int64, types.int64))
 #: Linux's ``process_vm_readv``: the number of the process; the address of vectors of this process, and their number;
 #: the same of the other process; 0. Returns the number of bytes that were copied.
