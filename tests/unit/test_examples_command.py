@@ -31,7 +31,7 @@ def test_every_example_says_what_it_is(capsys):
 def test_examples_are_copied_with_the_packages_among_them(tmp_path, capsys):
     for _ in range(2):  # the second time they are there already
         assert run("--copy", str(tmp_path / "mine")) == 0
-    assert "files are in" in capsys.readouterr().out
+    assert "the first lines of each say what it is, and of a program how it is run" in capsys.readouterr().out
     copies = example_files(tmp_path / "mine")
     assert [path.relative_to(tmp_path / "mine") for path in copies] == [
         path.relative_to(EXAMPLES) for path in example_files(EXAMPLES)

@@ -41,7 +41,8 @@ def examples(
             console.print(f"[bold]{path.relative_to(folder)}[/bold]  {escape(summary(path))}", highlight=False)
         return
     _copy(files, folder, copy)
-    console.print(f"{len(files)} files are in {copy}; each begins with the command that runs it.", soft_wrap=True)
+    what = "the first lines of each say what it is, and of a program how it is run"  # some are modules
+    console.print(f"{len(files)} files are in {copy}; {what}.", soft_wrap=True)
 
 
 def examples_folder() -> Path:
