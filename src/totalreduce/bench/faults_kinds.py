@@ -193,7 +193,7 @@ class FaultPlan:
             name, equals, count = word.partition("=")
             if name not in known or (equals and not (count.isdecimal() and int(count) > 0)):
                 raise ConfigurationError(
-                    f"{option} takes {', '.join(known)}, or counts as {_example_of(known)}, not {text!r}"
+                    f"{option} takes {', '.join(known)}, or counts from 1 on as {_example_of(known)}, not {text!r}"
                 )
             counts[name] = int(count) if equals else None
         given = [count for count in counts.values() if count is not None]
