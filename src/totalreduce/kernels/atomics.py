@@ -17,8 +17,7 @@ from numba.extending import intrinsic
 __all__ = [
     "BLOCK_BYTES",
     "LINE_BYTES",
-    "copy_block",
-    "copy_few",
+    "copy_bytes",
     "float32_at",
     "float64_at",
     "int32_at",
@@ -34,7 +33,7 @@ __all__ = [
 ]
 
 _WORD = ir.IntType(64)
-#: The length of a cache line, and what ``copy_block`` and ``stream_block`` copy.
+#: The length of a cache line, and what ``stream_block`` copies.
 LINE_BYTES, BLOCK_BYTES = 64, 256
 _BLOCK = ir.VectorType(ir.IntType(64), BLOCK_BYTES // 8)
 #: LLVM's name and argument of the instruction that tells a processor that a loop waits: without it such a loop takes
@@ -45,9 +44,8 @@ _PAUSES = {"x86_64": ("llvm.x86.sse2.pause", []), "aarch64": ("llvm.aarch64.hint
 yield_core = types.ExternalFunction("sched_yield", types.int32())
 #: The C library's ``clock_gettime``: the number of the clock, and the address of two words for seconds and nanoseconds.
 read_clock = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
-#: The C library's ``memcpy``, for addresses: target, source, number of bytes. It chooses its instructions by the
-#: number. For many bytes there are ``copy_block`` and ``stream_block``.
-copy_few = types.ExternalFunction("memcpy", types.int64(types.int64, types.int64, types.int64))
+#: The C library's ``memcpy``, for addresses: target, source, number of bytes.
+copy_bytes = types.ExternalFunction("memcpy", types.int64(types.int64, types.int64, types.int64))
 #: Linux's ``process_vm_readv``: the number of the process; the address of vectors of this process, and their number;
 #: the same of the other process; 0. Returns the number of bytes that were copied.
 read_process = types.ExternalFunction(
@@ -78,29 +76,23 @@ def store(_typing: Any, address: Any, word: Any) -> Any:
     return types.void(types.int64, types.int64), generate
 
 
-def _copy_block(*, streams: bool) -> Any:
-    """Return a function that copies ``BLOCK_BYTES``; if it streams, past the caches and to a multiple of a line."""
+@intrinsic  # type: ignore[untyped-decorator]
+def stream_block(_typing: Any, target: Any, source: Any) -> Any:
+    """Copy ``BLOCK_BYTES`` to the address ``target``, a multiple of ``LINE_BYTES``, past the caches.
 
-    def copy(_typing: Any, target: Any, source: Any) -> Any:
-        """Copy ``BLOCK_BYTES`` from the address ``source`` to the address ``target``."""
+    It needs ``vectors.fence`` before another thread may read the block.
+    """
 
-        def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            target, source = (builder.inttoptr(address, _BLOCK.as_pointer()) for address in arguments)
-            loaded = builder.load(source)
-            loaded.align = 1
-            stored = builder.store(loaded, target)
-            stored.align = LINE_BYTES if streams else 1
-            if streams:
-                stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
-            return context.get_dummy_value()
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        target, source = (builder.inttoptr(address, _BLOCK.as_pointer()) for address in arguments)
+        loaded = builder.load(source)
+        loaded.align = 1
+        stored = builder.store(loaded, target)
+        stored.align = LINE_BYTES
+        stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return context.get_dummy_value()
 
-        return types.void(types.int64, types.int64), generate
-
-    return intrinsic(copy)
-
-
-#: A streamed block needs ``vectors.fence`` before another thread may read it.
-copy_block, stream_block = _copy_block(streams=False), _copy_block(streams=True)
+    return types.void(types.int64, types.int64), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]
