@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError
-from totalreduce.kernels import quantisation
+from totalreduce.kernels import ahead, quantisation
 from totalreduce.kernels.arrays import Array
 
 __all__ = [
@@ -143,8 +143,8 @@ def load_kernels(codec: Codec | None) -> None:
     """
     if codec is None:
         return
+    ahead.load_codecs()  # compiled apart from this process; what a codec of another package needs is called below
     value = np.ones(1, np.float32)
-    quantisation.within_limit(value)
     room = np.empty(codec.bytes_max(1), np.uint8)
     code = room[: codec.encode(value, room, keeps=True)]
     codec.decode(code, value)
