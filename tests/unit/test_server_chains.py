@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -301,15 +302,32 @@ def test_a_process_in_place_of_a_worker_that_had_finished_changes_nothing() -> N
     assert not out.any()
 
 
-def test_the_bytes_under_way_are_limited_for_a_worker_and_not_for_each_shard() -> None:
-    spec = Spec(16_000_000, 1, np.dtype(np.float32))
-    client = Client(0, Layout(spec.num_keys, range(8)), spec, dict.fromkeys(range(8), 0))
+@pytest.mark.parametrize(("num_shards", "of_each"), [(1, 8), (4, 2), (8, 1), (16, 1)])
+def test_shards_have_equal_shares_of_the_bytes_under_way(num_shards: int, of_each: int) -> None:
+    spec = Spec(1 << 24, 1, np.dtype(np.float32))
+    client = Client(0, Layout(spec.num_keys, range(num_shards)), spec, dict.fromkeys(range(num_shards), 0))
     client.on_range(Kind.PULL, 0, spec.num_keys, None, np.empty(spec.num_keys, np.float32))
-    sent = client.outgoing()
-    # 64 MB in all are asked for, in requests of at most 1 MiB: 6 MiB, and one request of each other shard.
-    assert len(sent) == 6 + 7
-    assert sum(len(lane.unsent) for lane in client._lanes.values()) >= 64 - 13
-    assert {message.header.shard for _, message in sent} == set(range(8))
+    sent = Counter(message.header.shard for _, message in client.outgoing())
+    # 64 MiB in all are asked for, in requests of 1 MiB; 8 MiB are under way, and at least one request to each shard.
+    assert sent == dict.fromkeys(range(num_shards), of_each)
+    assert all(len(lane.unsent) == 64 // num_shards - of_each for lane in client._lanes.values())
+
+
+def test_the_last_shard_has_all_bytes_under_way() -> None:
+    spec = Spec(1 << 24, 1, np.dtype(np.float32))
+    client = Client(0, Layout(spec.num_keys, range(2)), spec, {0: 0, 1: 0})
+    client.on_range(Kind.PULL, 0, spec.num_keys, None, np.empty(spec.num_keys, np.float32))
+    under_way: Counter[int] = Counter()
+    while sent := client.outgoing():
+        for _, message in sent:
+            header = message.header
+            under_way[header.shard] += 1
+            if header.shard == 0:
+                values = np.zeros(header.end - header.begin, np.float32)  # of a range with other shards' keys in it
+                values = values[: client._lanes[0].unanswered[header.number].places.count]
+                answer = Header(Kind.DONE, shard=0, number=header.number, value_bytes=values.nbytes)
+                client.answer(0, Message(answer, None, values))
+    assert under_way == {0: 32, 1: 8}
 
 
 # ----------------------------------------------------------------------------------------------------------- snapshots

@@ -13,7 +13,6 @@ from totalreduce.server.optimizers import FTRL, SGD, Adam, Replace, Sum
 from totalreduce.server.table import Rows, Table
 from totalreduce.server.torch_rule import Torch
 
-NOTHING = np.empty(0, np.int64)
 RULES = [
     ("SGD", {"lr": 0.1}),
     ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.01}),
@@ -31,11 +30,11 @@ RULES = [
 
 
 def rows_of(begin: int, end: int) -> Rows:
-    return Rows(end - begin, begin, None, NOTHING)
+    return Rows(end - begin, begin, None)
 
 
 def listed(*rows: int) -> Rows:
-    return Rows(len(rows), 0, np.array(rows), NOTHING)
+    return Rows(len(rows), 0, np.array(rows))
 
 
 def ones(rows: Rows, factor: float) -> np.ndarray:

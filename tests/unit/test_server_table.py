@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import plain_updates
 import pytest
@@ -26,20 +28,20 @@ OPTIMIZERS = [
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 5, 7, 8])
-def test_shards_have_nearly_equal_shares(num_shards: int) -> None:
+def test_no_shard_has_more_than_its_share(num_shards: int) -> None:
     layout = Layout(10**6, range(num_shards))
     shares = np.bincount(layout.owners, minlength=num_shards)
     assert shares.sum() == layout.num_ranges == 1024
-    assert shares.max() <= 1.2 * shares.mean()
+    assert shares.max() == math.ceil(1024 / num_shards)
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 4, 7])
-def test_only_the_ranges_of_the_changed_shard_move(num_shards: int) -> None:
+def test_few_ranges_move_besides_those_of_the_changed_shard(num_shards: int) -> None:
     before, after = Layout(10**6, range(num_shards)), Layout(10**6, range(num_shards + 1))
-    moved = before.owners != after.owners
-    assert set(after.owners[moved]) == {num_shards}
-    assert (after.owners[~moved] != num_shards).all()
-    assert 0 < moved.sum() <= 1.2 * 1024 / (num_shards + 1)
+    moved, gained = before.owners != after.owners, after.owners == num_shards
+    assert gained.sum() >= 1024 // (num_shards + 1) - num_shards
+    assert moved[gained].all()
+    assert moved.sum() - gained.sum() <= 0.02 * 1024
 
 
 @pytest.mark.parametrize(("num_keys", "num_shards"), [(1, 1), (5, 3), (1024, 2), (99_991, 4)])
@@ -133,12 +135,8 @@ def test_initial_values_are_those_of_the_key() -> None:
         make(Sum(), 2, np.float32, initial=lambda keys: np.zeros(1))
 
 
-def test_ranges_that_a_request_touches() -> None:
-    table, layout = make(Sum(), 1, np.float32), Layout(5000, [0, 1])
-    keys = np.array([layout.begins[table.ranges[3]], layout.begins[table.ranges[7] + 1] - 1])
-    assert list(table.find_keys(keys).ranges) == [3, 7]
-    assert list(table.find_range(int(keys[0]), int(keys[1]) + 1).ranges) == [3, 4, 5, 6, 7]
-    assert table.find_range(10, 10).count == 0
+def test_an_empty_range_has_no_rows() -> None:
+    assert make(Sum(), 1, np.float32).find_range(10, 10).count == 0
 
 
 @pytest.mark.parametrize("keys", ["of the other shard", "twice", "descending", "negative", "too large"])

@@ -35,7 +35,7 @@ _AHEAD = 16
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def locate(keys: Array, begins: Array, ends: Array, offsets: Array, rows: Array, touched: Array) -> int:
+def locate(keys: Array, begins: Array, ends: Array, offsets: Array, rows: Array) -> int:
     """Find the rows of keys in a table that has some ranges of keys.
 
     Args:
@@ -44,7 +44,6 @@ def locate(keys: Array, begins: Array, ends: Array, offsets: Array, rows: Array,
         ends: int64: the key behind each range.
         offsets: int64: the row of each first key.
         rows: int64: takes the row of each key.
-        touched: bool: becomes true for ranges with such a key.
 
     Returns:
         The position of the first key that is not as it should be; else -1.
@@ -57,7 +56,6 @@ def locate(keys: Array, begins: Array, ends: Array, offsets: Array, rows: Array,
         if place == ends.size or key < begins[place] or key <= before:
             return i
         rows[i] = key - begins[place] + offsets[place]
-        touched[place] = True
         before = key
     return -1
 

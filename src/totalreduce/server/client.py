@@ -18,6 +18,7 @@ from totalreduce.server.filters import Filter, selected_by
 from totalreduce.server.layout import Layout
 from totalreduce.server.messages import (
     LISTS_BYTES_MAX,
+    NO_DIGEST,
     NO_RATE,
     WINDOW,
     Form,
@@ -36,10 +37,13 @@ from totalreduce.server.shard import read_waiting
 
 __all__ = ["PLAIN", "Call", "Client", "Manner"]
 
-#: The bytes of values that a worker's unanswered requests push or pull, to all servers together. Each shard may have
-#: one request in any case, so that none waits for another one. Measured with 4 workers and 4 servers at 1 Gbit/s and
-#: 64 MiB pushed and pulled: 0.85 s. With 16 MiB for each server 1.47 s: the queue of a server's link drops packets.
-_UNANSWERED_BYTES_MAX: Final = 6 * 1024 * 1024
+#: The bytes of values that a worker's unanswered requests push or pull, to all servers together. Shards with requests
+#: have equal shares of it: with one budget for all of them, the first ones took all that became free, and the last ones
+#: were waited for at the end. Each shard may have one request in any case, so that none waits for another one. Measured
+#: with 4 workers and 4 servers at 250 Mbit/s and 64 MiB pushed and pulled: 2.6 s; with one budget of 6 MiB 3.2 s, with
+#: 12 MiB 2.7 s, with one request for each shard 3.4 s. Requests of 512 KiB and 6 MiB in all: 2.5 s, but at 1 Gbit/s,
+#: where two cores limit these eight processes, a quarter slower than this.
+_UNANSWERED_BYTES_MAX: Final = 8 * 1024 * 1024
 
 
 @final
@@ -481,16 +485,16 @@ class Client:
     def outgoing(self) -> list[tuple[int, Message]]:
         """Return the servers and requests that are to be sent now."""
         messages, self._again = self._again, []
-        under_way = sum(lane.unanswered_bytes for lane in self._lanes.values())
+        busy = sum(bool(lane.unsent or lane.unanswered) for lane in self._lanes.values())
+        share = _UNANSWERED_BYTES_MAX // max(1, busy)
         # Each worker sends to another shard first, so that not all of them fill the link of one server.
         lanes = list(self._lanes.items())
         first = self._rank % max(1, len(lanes))
         for shard, lane in lanes[first:] + lanes[:first]:
             while lane.unsent and len(lane.unanswered) < WINDOW:
                 request = lane.unsent[0]
-                if lane.unanswered and under_way + request.num_bytes > _UNANSWERED_BYTES_MAX:
+                if lane.unanswered and lane.unanswered_bytes + request.num_bytes > share:
                     break
-                under_way += request.num_bytes
                 is_end = request.kind in (Kind.CLOCK, Kind.FINISH)
                 if is_end and self._steps_are_atomic and self._awaits_before(request.call):
                     break
@@ -555,8 +559,11 @@ class Client:
         request.is_lent = memory is not None and memory.nbytes == header.value_bytes
         return memory if request.is_lent else None
 
-    def answer(self, server: int, message: Message) -> None:
+    def answer(self, server: int, message: Message) -> bool:
         """Take in an answer of a server. One to a request that was answered before is ignored.
+
+        Returns:
+            Whether a call is done with it.
 
         Raises:
             ProtocolError: No correct server sends this answer.
@@ -569,7 +576,7 @@ class Client:
             )
         request = lane.unanswered.get(header.number)
         if request is None:
-            return
+            return False
         match header.kind:
             case Kind.UNKNOWN_LIST:
                 self.lists["unknown"] += 1
@@ -578,11 +585,11 @@ class Client:
                     assert each.message is not None
                     lane.lists.drop(each.message.header.digest)
                 self.resend(header.shard)
-                return
+                return False
             case Kind.WAITING:
                 lane.slow = {} if message.values is None else read_waiting(message.values)
                 lane.waits = header.number
-                return
+                return False
             case Kind.DONE:
                 self._take_values(server, request, message)
                 lane.is_finished = lane.is_finished or request.kind is Kind.FINISH
@@ -596,6 +603,7 @@ class Client:
         if header.number == lane.waits:
             lane.slow = {}
         request.call.pending -= 1
+        return request.call.is_done
 
     def _lane(self, server: int, header: Header) -> _Lane | None:
         """Return the lane that an answer of a server belongs to."""
@@ -633,30 +641,34 @@ class Client:
 
     def _send(self, shard: int, lane: _Lane, request: _Request) -> Message:
         """Make the message of a request that is sent for the first time."""
-        places, values, keys, clock, manner = request.places, None, None, request.call.clock, request.manner
+        places, values, keys, manner = request.places, None, None, request.manner
         if request.values is not None:
             values = request.values if places is None else places.take(request.values).reshape(-1)
-        header = Header(
-            *(request.kind, Form.NOTHING, shard),
-            number=request.number,
-            previous=lane.last,
-            mark=request.mark,
-            clock=clock,
-            lr=NO_RATE if manner.lr is None else manner.lr,
-            is_coded=self._spec.codec is not None and manner.may_change(request.kind),
-            is_held=manner.is_held,
-        )
-        if header.is_coded and values is not None:
+        is_coded = self._spec.codec is not None and manner.may_change(request.kind)
+        if is_coded and values is not None:
             values = self._encode(lane, request, values)
         if request.kind in (Kind.CLOCK, Kind.FINISH, Kind.WITHDRAW):
             self._forget_held(lane, request)
+        form, begin, end = Form.NOTHING, 0, 0
         if places is not None and request.keys is None:
-            header = replace(header, form=Form.RANGE, begin=places.begin, end=places.end)
+            form, begin, end = Form.RANGE, places.begin, places.end
         elif places is not None and request.keys is not None:
             keys = places.take(request.keys)
-            header = replace(header, form=Form.LIST, end=places.count, digest=digest_of(keys))
-        if values is not None:
-            header = replace(header, value_bytes=values.nbytes)
+            form, end = Form.LIST, places.count
+        header = Header(
+            *(request.kind, form, shard),
+            number=request.number,
+            previous=lane.last,
+            mark=request.mark,
+            clock=request.call.clock,
+            begin=begin,
+            end=end,
+            value_bytes=0 if values is None else values.nbytes,
+            digest=NO_DIGEST if keys is None else digest_of(keys),
+            lr=NO_RATE if manner.lr is None else manner.lr,
+            is_coded=is_coded,
+            is_held=manner.is_held,
+        )
         request.message = Message(header, keys, values)
         lane.last = request.number
         lane.unanswered[request.number] = request

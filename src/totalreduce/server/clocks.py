@@ -11,13 +11,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Final, Literal, final
 
-import numpy as np
-
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ProtocolError
-from totalreduce.kernels.arrays import Array
 
-__all__ = ["FINISHED", "Bounded", "Consistency", "Eventual", "RangeClocks", "Sequential"]
+__all__ = ["FINISHED", "Bounded", "Consistency", "Eventual", "Sequential", "VectorClock"]
 
 #: The clock of a worker that has finished: nobody waits for it.
 FINISHED: Final = 1 << 62
@@ -110,35 +107,36 @@ class Eventual(Consistency):
 
 
 @final
-class RangeClocks:
-    """The clocks of all workers, for each range of a server."""
+class VectorClock:
+    """The clocks of all workers, as one shard knows them. A worker ends a step in all ranges of the shard at once.
 
-    def __init__(self, num_ranges: int, num_workers: int, clocks: Sequence[int] | None = None) -> None:
-        """Begin with the clocks of the workers; by default all are 0."""
-        self._clocks: Array = np.zeros((num_ranges, num_workers), np.int64)
-        if clocks is not None:
-            self._clocks[:] = clocks
+    Li et al., OSDI 2014, have one vector for all keys of a range for the same reason: one for each key would take more
+    memory than the values.
+    """
+
+    def __init__(self, clocks: Sequence[int]) -> None:
+        """Begin with the clocks of the workers."""
+        self._clocks = list(clocks)
 
     def advance(self, worker: int, clock: int) -> None:
-        """Set the clock of a worker, in all ranges. A clock that was set before is no change.
+        """Set the clock of a worker. A clock that was set before is no change.
 
         Raises:
             ProtocolError: The clock is neither the next one nor ``FINISHED``.
         """
-        own = self._clocks[:, worker]
-        if not ((clock - own <= 1) | (clock == FINISHED)).all():
-            raise ProtocolError(f"worker {worker} is at clock {own.min()}, and cannot go on to {clock}")
-        np.maximum(own, clock, out=own)
+        own = self._clocks[worker]
+        if clock - own > 1 and clock != FINISHED:
+            raise ProtocolError(f"worker {worker} is at clock {own}, and cannot go on to {clock}")
+        self._clocks[worker] = max(own, clock)
 
     def of(self, worker: int) -> int:
         """Return the clock of a worker."""
-        return int(self._clocks[:, worker].min())
+        return self._clocks[worker]
 
-    def slowest(self, ranges: Array | slice = slice(None)) -> int:
-        """Return the smallest clock in some ranges."""
-        return int(self._clocks[ranges].min())
+    def slowest(self) -> int:
+        """Return the smallest clock."""
+        return min(self._clocks)
 
-    def below(self, clock: int, ranges: Array | slice) -> list[tuple[int, int]]:
-        """Return workers whose clocks are below ``clock`` in some ranges, and these clocks."""
-        clocks = self._clocks[ranges].min(axis=0)
-        return [(int(worker), int(clocks[worker])) for worker in np.flatnonzero(clocks < clock)]
+    def below(self, clock: int) -> list[tuple[int, int]]:
+        """Return workers whose clocks are below ``clock``, and these clocks."""
+        return [(worker, its) for worker, its in enumerate(self._clocks) if its < clock]

@@ -11,8 +11,6 @@ from totalreduce.server.table import Rows
 
 __all__ = ["means_of"]
 
-_NOTHING: Array = np.empty(0, np.int64)
-
 
 def means_of(
     pushed: Sequence[tuple[Rows, Array, float]], width: int, num_workers: int
@@ -47,7 +45,7 @@ def _sums_of_lists(pushed: Sequence[tuple[Rows, Array, float]], width: int) -> l
     sums = []
     for lr in np.unique(rates).tolist():
         chosen = rates == lr
-        sums.append((Rows(int(chosen.sum()), 0, rows[chosen], _NOTHING), total[chosen].reshape(-1), lr))
+        sums.append((Rows(int(chosen.sum()), 0, rows[chosen]), total[chosen].reshape(-1), lr))
     return sums
 
 
@@ -64,5 +62,5 @@ def _sums_of_ranges(pushed: Sequence[tuple[Rows, Array, float]], width: int) -> 
             total = parts[0].copy()
             for part in parts[1:]:
                 total += part
-            totals.append((Rows(end - begin, begin, None, _NOTHING), total, pushed[places[0]][2]))
+            totals.append((Rows(end - begin, begin, None), total, pushed[places[0]][2]))
     return totals

@@ -574,9 +574,10 @@ class Connection:
         kind = message.header.kind
         if not kind.is_request and kind is not Kind.REPLICATED:
             with self._lock:
-                self._client.answer(source, message)
+                has_ended = self._client.answer(source, message)
                 self._flush()
-                self._lock.notify_all()
+                if has_ended:
+                    self._lock.notify_all()
             return
         assert self._server is not None
         remote = []

@@ -1,9 +1,10 @@
-"""Which shard has which keys: ranges of keys, placed by consistent hashing.
+"""Which shard has which keys: ranges of keys, placed by consistent hashing with bounded loads.
 
-Karger et al., "Consistent Hashing and Random Trees", STOC 1997. Shards are on a ring at the hashes of their virtual
-nodes. A range belongs to the shard whose virtual node follows the range's place on the ring. With one shard more, only
-ranges move that it gets; with one less, only those that it had. All ranks compute the same layout. Which servers hold a
-shard is another question (``placement``).
+Karger et al., "Consistent Hashing and Random Trees", STOC 1997; Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing
+with Bounded Loads", SODA 2018. Shards are on a ring at the hashes of their virtual nodes. A range belongs to the shard
+of the first virtual node behind the range's place on the ring whose shard has room; shards have room for equal numbers
+of ranges. With one shard more or less, few other ranges move than those that it gets or had. All ranks compute the same
+layout. Which servers hold a shard is another question (``placement``).
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.partition import balanced_range
 from totalreduce.kernels.arrays import Array
 
-__all__ = ["NUM_KEYS_MAX", "NUM_RANGES", "Layout"]
+__all__ = ["NUM_KEYS_MAX", "NUM_RANGES", "PLACING", "Layout"]
 
 #: The number of ranges, if there are as many keys.
 NUM_RANGES: Final = 1024
 #: Keys are signed integers of 64 bits; so is every product of a key and a width.
 NUM_KEYS_MAX: Final = 1 << 40
 _VIRTUAL_NODES: Final = 512
+#: How ranges are placed. A snapshot that was written with another placing has other keys in its parts.
+PLACING: Final = "consistent hashing, bounded loads"
 
 
 @final
@@ -58,8 +61,13 @@ class Layout:
         # Evenly spaced places in a pseudo-random order: hashed places would be less even.
         order = sorted(range(count), key=lambda index: _place(f"range {index}"))
         self.owners: Array = np.empty(count, np.int64)
+        room = dict.fromkeys(self.shards, -(-count // len(self.shards)))
         for position, index in enumerate(order):
-            self.owners[index] = nodes[bisect_left(places, (position << 64) // count) % len(nodes)][1]
+            node = bisect_left(places, (position << 64) // count) % len(nodes)
+            while not room[nodes[node][1]]:
+                node = (node + 1) % len(nodes)
+            self.owners[index] = nodes[node][1]
+            room[nodes[node][1]] -= 1
 
     @property
     def num_ranges(self) -> int:

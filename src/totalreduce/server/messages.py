@@ -23,6 +23,7 @@ from totalreduce.kernels.arrays import Array
 __all__ = [
     "HEADER",
     "LISTS_BYTES_MAX",
+    "NO_DIGEST",
     "NO_RATE",
     "WINDOW",
     "Form",
@@ -105,6 +106,10 @@ class Form(IntEnum):
     DIGEST = 3  #: A list of ``end`` keys that the server has been sent before.
 
 
+#: The digest of a message that is about no list of keys.
+NO_DIGEST: Final = bytes(16)
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Header:
@@ -141,7 +146,7 @@ class Header:
     begin: int = 0
     end: int = 0
     value_bytes: int = 0
-    digest: bytes = bytes(16)
+    digest: bytes = NO_DIGEST
     lr: float = NO_RATE
     is_coded: bool = False
     is_held: bool = False

@@ -171,8 +171,8 @@ class Snapshot:
             ConfigurationError: The snapshot is of other keys, values or another optimizer.
             RecoveryError: A file is damaged, or missing.
         """
-        for name in ("num_keys", "width", "dtype"):
-            self._check(name, self._description[name], about[name])
+        for name in ("num_keys", "width", "dtype", "placing"):
+            self._check(name, self._description.get(name), about[name])
         for name in ("name", "kind"):
             self._check("optimizer", self._description["optimizer"].get(name), about["optimizer"].get(name))
         # Settings such as momentum= decide what state an optimizer has.

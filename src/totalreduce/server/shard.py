@@ -13,7 +13,7 @@ import numpy as np
 
 from totalreduce.foundation.errors import ProtocolError, TotalReduceError
 from totalreduce.kernels.arrays import Array
-from totalreduce.server.clocks import FINISHED, Consistency, RangeClocks, Sequential
+from totalreduce.server.clocks import FINISHED, Consistency, Sequential, VectorClock
 from totalreduce.server.combining import means_of
 from totalreduce.server.messages import (
     LISTS_BYTES_MAX,
@@ -174,7 +174,7 @@ class Shard:
             write: Writes the table of a snapshot, from its description and the workers' clock. ``None``: snapshots are
                 refused.
         """
-        self.table, self.clocks = table, RangeClocks(len(table.ranges), num_workers, [clock] * num_workers)
+        self.table, self.clocks = table, VectorClock([clock] * num_workers)
         self._write = write
         self._rank, self._spec, self._rule = rank, spec, rule
         self._streams = [_Stream() for _ in range(num_workers)]
@@ -293,10 +293,10 @@ class Shard:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Begin with what ``state`` has returned on another server. The arrays are used, and not copied."""
         self.table.load(state["values"], state["states"], state["version"])
-        self.clocks = RangeClocks(len(self.table.ranges), len(self._streams), state["clocks"])
+        self.clocks = VectorClock(state["clocks"])
         self._applied, self._step = list(state["applied"]), state["step"]
         self._kept = [
-            _Kept(worker, Rows(count, begin, listed, np.empty(0, np.int64)), values, assigns, lr, is_held)
+            _Kept(worker, Rows(count, begin, listed), values, assigns, lr, is_held)
             for worker, assigns, is_held, lr, values, count, begin, listed in state["kept"]
         ]
         self._count_kept()
@@ -397,8 +397,7 @@ class Shard:
         meets = request.header.kind is Kind.MEET
         if request.rows is None and not meets:
             return None
-        ranges = slice(None) if request.rows is None else request.rows.ranges
-        clock, slowest = self.clocks.of(worker), self.clocks.slowest(ranges)
+        clock, slowest = self.clocks.of(worker), self.clocks.slowest()
         if clock == FINISHED:  # a process that has taken the place of a worker which had finished
             return None
         if slowest >= clock if meets else self._rule.admits(clock, slowest):
@@ -408,7 +407,7 @@ class Shard:
             return []
         stream.told = slowest
         bound = 0 if meets else self._rule.bound or 0
-        return [self._waiting_for(request, self.clocks.below(clock - bound, ranges))]
+        return [self._waiting_for(request, self.clocks.below(clock - bound))]
 
     def _waits_to_save(self, worker: int, stream: _Stream) -> list[Message] | None:
         """Do what ``_waits`` does for a request to save, which waits for those of all workers."""
@@ -454,7 +453,7 @@ class Shard:
             if header.mark in refused:
                 text = f"worker {worker} pushes more in step {header.clock} than {self._limit[1]}"
                 return Reply(worker, self._refusal(header, text), header.mark, change)
-        answer = self._answer(header, self.clocks.slowest(rows.ranges))
+        answer = self._answer(header, self.clocks.slowest())
         if not header.kind.pulls:
             return Reply(worker, Message(answer), header.mark, change)
         values = self.table.pull(rows)

@@ -33,13 +33,11 @@ class Rows:
         count: Their number.
         begin: The first row, of keys that are a range.
         listed: int64: the row of each key, of keys that are a list; ``None`` for a range.
-        ranges: int64: the ranges in which there are such keys, counted in the table.
     """
 
     count: int
     begin: int
     listed: Array | None
-    ranges: Array
 
 
 @final
@@ -116,23 +114,23 @@ class Table:
         Raises:
             ProtocolError: The keys are not ascending, or one is not in the table.
         """
-        rows, touched = np.empty(keys.size, np.int64), np.zeros(len(self.ranges), np.bool_)
-        wrong = updates.locate(keys, self._begins, self._ends, self._offsets, rows, touched)
+        rows = np.empty(keys.size, np.int64)
+        wrong = updates.locate(keys, self._begins, self._ends, self._offsets, rows)
         if wrong >= 0:
             raise ProtocolError(
                 f"key {keys[wrong]}, at position {wrong} of a list, is not ascending, or of another shard"
             )
-        return Rows(keys.size, 0, rows, np.flatnonzero(touched))
+        return Rows(keys.size, 0, rows)
 
     def find_range(self, begin: int, end: int) -> Rows:
         """Return where those keys of ``[begin, end)`` are that the table has."""
         first = int(np.searchsorted(self._ends, begin, side="right"))
         last = int(np.searchsorted(self._begins, end, side="left"))
         if first >= last:
-            return Rows(0, 0, None, _NO_LIST)
+            return Rows(0, 0, None)
         first_row = int(self._offsets[first]) + max(0, begin - int(self._begins[first]))
         last_row = int(self._offsets[last]) - max(0, int(self._ends[last - 1]) - end)
-        return Rows(last_row - first_row, first_row, None, np.arange(first, last))
+        return Rows(last_row - first_row, first_row, None)
 
     def keys_at(self, rows: Array) -> Array:
         """Return the keys of some rows; the inverse of ``find_keys``."""
