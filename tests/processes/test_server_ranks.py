@@ -187,6 +187,25 @@ def test_the_loss_of_a_server_loses_no_push(warm_python, tmp_path, on_loss):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [1, 3], ids=["worker", "server"])
+def test_a_spare_takes_the_place_of_a_worker_or_of_a_server(warm_python, tmp_path, victim):
+    events = []
+
+    def on_event(event):
+        events.append(event)
+        if event["event"] == "epoch" and event["epoch"] == 1:
+            [process] = [each["pid"] for each in events if each["event"] == "started" and each["rank"] == victim]
+            threading.Timer(1.0, os.kill, (process, signal.SIGKILL)).start()
+
+    options = RecoveryOptions(on_loss="replace", spares=1, on_event=on_event)
+    result = run(tmp_path, UNTIL_LOST.format(replicas=2), num_servers=3, recovery=options)
+    assert result.exit_code == 0, [each.last_errors for each in result.workers]
+    assert [output.splitlines()[-1] for output in result.output[:2]] == ["values 400.0 400.0"] * 2
+    started = [(each["rank"], each["was_spare"]) for each in events if each["event"] == "started"]
+    assert started == [*((rank, False) for rank in range(5)), (victim, True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [1, 3], ids=["worker", "server"])
 @pytest.mark.parametrize("rule", ["Sequential()", "Bounded(2)"])
 def test_a_dense_model_outlives_the_loss_of_a_rank(warm_python, tmp_path, victim, rule):
     """Two workers take 150 steps each, and each of their gradients counts once."""

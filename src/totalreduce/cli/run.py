@@ -156,7 +156,7 @@ def run(
         typer.Option(
             min=0,
             help="Keep so many further processes in tr.init() on each host, to replace lost workers without starting "
-            "Python.",
+            "Python; with --servers, as many again for lost servers.",
             show_default="0",
             rich_help_panel="Recovery",
         ),

@@ -112,8 +112,8 @@ def run_workers(
         if live is not None:
             recovery = dataclasses.replace(recovery, on_event=_to_all(recovery.on_event, live.note))
         num_seats = recovery.num_seats(num_workers) + num_servers
-        if num_servers and (recovery.spares or num_seats > num_ranks):
-            raise ConfigurationError("--spares and --max-ranks are for jobs without --servers")
+        if num_servers and num_seats > num_ranks:
+            raise ConfigurationError("--max-ranks is for jobs without --servers")
     pool = _pool(num_workers, num_servers, num_seats, emulate, hosts)
     job_id = f"run-{os.getpid()}-{secrets.token_hex(8)}"
     base = current() if environment is None else environment
@@ -297,7 +297,7 @@ class _Supervisor:
             return worker
         recovery.restarts.started(rank, now)
         incarnation, place = recovery.restarts.incarnations[rank], placement.pool.place_of(rank)
-        spare = None if place is None else recovery.spares.take(place.host)
+        spare = None if place is None else recovery.spares.take(place.host, serves=rank in placement.serving)
         if spare is not None:
             spare.seat(rank, placement.environment(rank, incarnation))
             worker = spare.worker
@@ -313,17 +313,18 @@ class _Supervisor:
     def _start_spares(self, recovery: _Recovery) -> None:
         """Start the spares that are missing. They cost time of the workers' cores until they wait."""
         wanted = recovery.options.spares if recovery.restarts.is_possible and not recovery.spares.fail else 0
-        counts = recovery.spares.count()
-        for host in self._placement.pool.usable:
-            for _ in range(wanted - counts.get(host, 0)):
-                try:
-                    spare = self._placement.start_spare(host)
-                except ConfigurationError as error:
-                    recovery.spares.fail = True
-                    recovery.options.on_event(event("start failed", rank=None, host=host, error=str(error)))
-                    return
-                recovery.spares.waiting.append(spare)
-                self._watched(spare.worker)
+        for serves in (False, True) if self._placement.serving else (False,):
+            counts = recovery.spares.count(serves=serves)
+            for host in self._placement.pool.usable:
+                for _ in range(wanted - counts.get(host, 0)):
+                    try:
+                        spare = self._placement.start_spare(host, serves=serves)
+                    except ConfigurationError as error:
+                        recovery.spares.fail = True
+                        recovery.options.on_event(event("start failed", rank=None, host=host, error=str(error)))
+                        return
+                    recovery.spares.waiting.append(spare)
+                    self._watched(spare.worker)
 
     def _watched(self, worker: Worker) -> Worker:
         """Return a worker whose output and end are noticed from now on."""
@@ -499,8 +500,9 @@ class _Supervisor:
         """Have workers started whose seats wait for it, if there are slots."""
         if self._escalation.stopping:
             return
-        spares = recovery.spares.count()
+        counts = {serves: recovery.spares.count(serves=serves) for serves in (False, True)}
         for rank in recovery.restarts.due(now):
+            spares = counts[rank in self._placement.serving]
             host = self._placement.queue(rank, spares)
             if host is not None:
                 recovery.restarts.placed(rank)

@@ -242,12 +242,25 @@ class Placement:
         place = self.pool.place_of(seat)
         assert place is not None
         variables = self.environment(seat, incarnation)
-        return self._start(place.host, seat, variables, targets, place.local_world_size)
+        command = self._command(serves=seat in self.serving)
+        return self._start(place.host, seat, command, variables, targets, place.local_world_size)
 
-    def start_spare(self, host: str) -> Spare:
-        """Start a spare on a host. Raises ``ConfigurationError`` if that is impossible."""
+    def start_spare(self, host: str, *, serves: bool) -> Spare:
+        """Start a spare on a host, for a seat that serves or for another one.
+
+        Raises:
+            ConfigurationError: That is impossible.
+        """
         pipes, num_local = (subprocess.PIPE, subprocess.PIPE), self.pool.slots_of(host)
-        return Spare(lambda variables: self._start(host, -1, variables, pipes, num_local, has_input=True), self._common)
+        command = self._command(serves=serves)
+
+        def start(variables: Mapping[str, str]) -> Worker:
+            return self._start(host, -1, command, variables, pipes, num_local, has_input=True)
+
+        return Spare(start, self._common, serves=serves)
+
+    def _command(self, *, serves: bool) -> list[str]:
+        return [sys.executable, "-m", _SERVER] if serves else self._argv
 
     def _is_remote(self, host: str) -> bool:
         return self._options is not None and not is_this_host(host)
@@ -256,6 +269,7 @@ class Placement:
         self,
         host: str,
         rank: int,
+        command: list[str],
         environment: Mapping[str, str],
         targets: tuple[Target, Target],
         num_local: int,
@@ -263,7 +277,6 @@ class Placement:
         has_input: bool = False,
     ) -> Worker:
         options = self._options
-        command = [sys.executable, "-m", _SERVER] if rank in self.serving else self._argv
         if options is None or not self._is_remote(host):
             command = self._emulated[host].command(command) if host in self._emulated else command
             return Worker(rank, command, {**self._threads, **environment}, *targets, host=host, has_input=has_input)

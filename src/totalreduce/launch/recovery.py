@@ -46,7 +46,8 @@ class RecoveryOptions:
         min_ranks: With ``"shrink"``: the smallest number of ranks that go on.
         max_ranks: With ``"shrink"``: the number of seats. While hosts have free slots, processes are started for seats
             beyond the number of workers, and join. By default no more than the job begins with.
-        spares: How many processes wait on each host to replace a worker (``spares``).
+        spares: How many processes wait on each host to replace a worker, and as many again to replace a rank that only
+            serves, if there are some (``spares``).
         on_event: Is called with each event: a dictionary with ``event`` (``ended``, ``started``, ``suspected``,
             ``epoch``, ``start failed``, ``spare ended``, ``keeper``, ``values refused``, ``host added``,
             ``host removed``, ``host blacklisted``, ``host back`` or ``hosts refused``) and its details, JSON values.

@@ -20,8 +20,11 @@ from totalreduce.launch.workers import Worker
 
 __all__ = ["Spare", "Spares", "await_seat"]
 
-#: The variables that differ between seats.
-_SEAT_VARIABLES = ("RANK", "ROLE_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TOTALREDUCE_INCARNATION")
+#: The variables that differ between seats. Those of the second line are there if some ranks only serve.
+_SEAT_VARIABLES = (
+    *("RANK", "ROLE_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TOTALREDUCE_INCARNATION"),
+    *("TOTALREDUCE_RANK", "TOTALREDUCE_LOCAL_RANK", "TOTALREDUCE_LOCAL_WORLD_SIZE"),
+)
 #: The most bytes that are kept of each stream of a spare without a seat.
 _HELD_BYTES_MAX = 64 * 1024
 
@@ -32,18 +35,22 @@ class Spare:
 
     Attributes:
         worker: Its process. The rank is -1 until it has a seat.
+        serves: Whether it can replace a rank that only serves a parameter server; else one that runs the program.
         held: What it has written to standard output and standard error without a seat.
     """
 
-    def __init__(self, start: Callable[[Mapping[str, str]], Worker], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, start: Callable[[Mapping[str, str]], Worker], environment: Mapping[str, str], *, serves: bool = False
+    ) -> None:
         """Start it.
 
         Args:
             start: Starts a worker with rank -1, pipes for its output, a standard input, and these variables.
             environment: The variables of any seat.
+            serves: Whether it serves.
         """
         common = {name: text for name, text in environment.items() if name not in _SEAT_VARIABLES}
-        self.worker = start({**common, SPARE: "1"})
+        self.worker, self.serves = start({**common, SPARE: "1"}), serves
         self.held = (bytearray(), bytearray())
 
     def hold(self, data: bytes, *, is_error: bool) -> None:
@@ -55,7 +62,8 @@ class Spare:
         """Give it the seat of a rank; ``environment`` is what a worker of this seat would get."""
         self.worker.rank = rank
         # If it has ended just now, the launcher notices that as the end of this rank's worker.
-        self.worker.give(json.dumps({name: environment[name] for name in _SEAT_VARIABLES}).encode() + b"\n")
+        variables = {name: environment[name] for name in _SEAT_VARIABLES if name in environment}
+        self.worker.give(json.dumps(variables).encode() + b"\n")
 
 
 @final
@@ -71,13 +79,14 @@ class Spares:
         self.waiting: list[Spare] = []
         self.fail = False
 
-    def count(self) -> dict[str, int]:
-        """Return by host how many spares wait there."""
-        return Counter(spare.worker.host for spare in self.waiting)
+    def count(self, *, serves: bool) -> dict[str, int]:
+        """Return by host how many spares wait there that serve, or that do not."""
+        return Counter(spare.worker.host for spare in self.waiting if spare.serves == serves)
 
-    def take(self, host: str) -> Spare | None:
-        """Return the oldest spare of a host, which waits no more; ``None`` if there is none."""
-        found = next((spare for spare in self.waiting if spare.worker.host == host), None)
+    def take(self, host: str, *, serves: bool) -> Spare | None:
+        """Return the oldest such spare of a host, which waits no more; ``None`` if there is none."""
+        fitting = (spare for spare in self.waiting if spare.worker.host == host and spare.serves == serves)
+        found = next(fitting, None)
         if found is not None:
             self.waiting.remove(found)
         return found
@@ -108,7 +117,7 @@ def await_seat() -> None:
         raise SystemExit(0)
     try:
         variables = json.loads(line)
-        os.environ.update({name: str(variables[name]) for name in _SEAT_VARIABLES})
+        os.environ.update({"RANK": str(variables["RANK"]), **{name: str(variables[name]) for name in variables}})
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(
             f"{SPARE} is set, and standard input has no seat. Only totalreduce run --spares sets this variable"
