@@ -7,15 +7,18 @@ from totalreduce.bench.launching import Setting
 from totalreduce.bench.report import Report
 from totalreduce.bench.training import MODELS, TrainPlan, report_trainings
 
-#: Each strategy, and each rule of the parameter server; with settings that suit a training of 96 steps.
+#: Each strategy, and each rule of the parameter server; with settings that suit a training of 96 steps. The first four
+#: are those of ``--quick``.
 _METHODS = (
-    *("local_sgd", "post_local_sgd", "slowmo", "easgd", "gossip:overlap=1", "async_gossip", "strom:threshold=3e-4"),
-    "diloco:period=16",
+    "local_sgd",
     "diloco:period=24:fragments=4:overlap=10:codec=int8:outer_lr=1.0:outer_momentum=0.0",
-    *("async:rate=0.25", "stale_synchronous:rate=0.25", "soft_sync:n=2:rate=0.5"),
-    *("quorum:n=3:grace_s=0.01", "eager:mode=majority"),
-    "parameter_server:consistency=sequential:codec=int8",
+    "quorum:n=3:grace_s=0.01",
     "parameter_server:consistency=bounded:tau=4:optimizer=worker",
+    *("post_local_sgd", "slowmo", "easgd", "gossip:overlap=1", "async_gossip", "strom:threshold=3e-4"),
+    "diloco:period=16",
+    *("async:rate=0.25", "stale_synchronous:rate=0.25", "soft_sync:n=2:rate=0.5"),
+    "eager:mode=majority",
+    "parameter_server:consistency=sequential:codec=int8",
     "parameter_server:consistency=eventual:optimizer=worker",
 )
 

@@ -74,6 +74,7 @@ _TURNS_S = 20.0
 _SEEDS_MIN = 2
 _LAUNCH_LIMIT_S = 7200.0
 _QUICK_STEPS = 40
+_QUICK_METHODS = 4
 _SLOW_MAX = 100
 #: The value of ``--rates`` with which no links are measured.
 _NO_LINKS = "none"
@@ -217,7 +218,8 @@ class TrainPlan:
         bool,
         typer.Option(
             "--quick",
-            help="Forty steps from two seeds, of the first model and optimizer on the first link: to see it work.",
+            help="Forty steps from two seeds, of dense training and the first four methods, with the first model and "
+            "optimizer, on the first link: to see it work.",
         ),
     ] = False
 
@@ -258,7 +260,9 @@ class TrainPlan:
     def shortened(self) -> TrainPlan:
         """Return a plan of a few minutes."""
         model, optimizer = self.cases[0]
+        methods = self.methods.split(",")[:_QUICK_METHODS]
         less = replace(self, models=model, optimizers=optimizer, rates=(self.links or [_NO_LINKS])[0])
+        less = replace(less, methods=",".join(methods), against="dense", torchft=None)
         return replace(less, steps=_QUICK_STEPS, seeds=_SEEDS_MIN, looks=5)
 
     @property
