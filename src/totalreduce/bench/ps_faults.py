@@ -33,6 +33,8 @@ from totalreduce.launch.recovery import RecoveryOptions
 
 __all__ = ["PsFaultsFigure", "PsFaultsParameters", "bench_ps_faults", "measure_ps_faults"]
 
+#: The last lines of each rank that are shown if the job does not go on.
+_ERRORS_MAX = 3
 #: A pull that waits for the recovery begins at most so long after the fault.
 _NOTICED_S = 2.0
 #: A pull that takes longer has waited.
@@ -191,8 +193,11 @@ def measure_ps_faults(
         ),
     )
     if injector.hung or injector.error is not None:
-        why = f": {describe_error(injector.error)}" if injector.error is not None else ""
-        raise BenchmarkFailedError(f"the job did not go on after {len(injector.faults)} kills{why}")
+        why = "" if injector.error is None else f": {describe_error(injector.error)}"
+        lines = [line for text in outcome.errors for line in text.splitlines()[-_ERRORS_MAX:]]
+        raise BenchmarkFailedError(
+            "\n".join([f"the job did not go on after {len(injector.faults)} kills{why}", *lines])
+        )
     require_success(outcome, "the job under faults")
     finals = [json.loads(each.read_text()) for each in sorted(folder.glob("final-*.json"))]
     if len(finals) != num_workers:
