@@ -402,6 +402,33 @@ def test_close_raises_the_error_of_a_push_that_nobody_has_waited_for() -> None:
     run_ranks(2, body)
 
 
+def test_a_thread_that_waits_for_a_push_notices_that_it_was_withdrawn() -> None:
+    """The push was not sent, because a pull that waits for the other worker takes all bytes under way."""
+
+    def body(group: Group) -> float:
+        count, waited_s = 5_000_000, 0.0
+        with ps.connect(group, num_keys=count, servers=[0], consistency=ps.Bounded(0)) as client:
+            if group.rank == 0:
+                client.clock()
+                pull = client.pull_range(0, count, np.empty(count, np.float32))
+                push = client.push_range(0, count, np.ones(count, np.float32), held=True)
+                waiting = threading.Thread(target=push.wait, args=(20.0,))
+                waiting.start()
+                time.sleep(0.2)
+                begin = time.monotonic()
+                client.withdraw()
+                waiting.join()
+                waited_s = time.monotonic() - begin
+                group.barrier()
+                pull.wait()
+            else:
+                group.barrier()
+                client.clock()
+        return waited_s
+
+    assert max(run_ranks(2, body)) < 5.0
+
+
 def test_several_pulls_into_the_same_memory() -> None:
     """Over tcp, large answers are received into the memory of the pull, if nothing else uses it."""
 

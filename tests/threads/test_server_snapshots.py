@@ -10,6 +10,7 @@ import pytest
 import totalreduce as tr
 from totalreduce.foundation.errors import ConfigurationError, RecoveryError, RefusedError, SlowWorkersError
 from totalreduce.groups.group import Group
+from totalreduce.server.layout import Layout
 from totalreduce.server.saving import Snapshot
 from totalreduce.testing import run_ranks
 
@@ -143,6 +144,23 @@ def test_a_snapshot_of_something_else_is_refused(tmp_path: Path) -> None:
     ]:
         with pytest.raises(ConfigurationError, match=text):
             run_ranks(1, lambda group, changed=changed: ps.connect(group, **_settings(restore=tmp_path, **changed)))
+
+
+def test_a_snapshot_with_other_keys_in_its_parts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an older version of the library may have written it."""
+
+    def write(group: Group) -> None:
+        with ps.connect(group, **_settings()) as client:
+            _train(client, 0, 1, 1)
+            client.save(tmp_path)
+
+    with monkeypatch.context() as older:
+        older.setattr(Layout, "digest", property(lambda _: "of another layout"))
+        run_ranks(1, write)
+    with pytest.raises(
+        ConfigurationError, match="written by a version of totalreduce that has other keys in each shard"
+    ):
+        run_ranks(1, lambda group: ps.connect(group, **_settings(restore=tmp_path)))
 
 
 def test_a_snapshot_of_an_optimizer_with_other_state_is_refused(tmp_path: Path) -> None:

@@ -313,10 +313,14 @@ def test_shards_have_equal_shares_of_the_bytes_under_way(num_shards: int, of_eac
     assert all(len(lane.unsent) == 64 // num_shards - of_each for lane in client._lanes.values())
 
 
-def test_the_last_shard_has_all_bytes_under_way() -> None:
-    spec = Spec(1 << 24, 1, np.dtype(np.float32))
-    client = Client(0, Layout(spec.num_keys, range(2)), spec, {0: 0, 1: 0})
+@pytest.mark.parametrize("steps_are_atomic", [False, True])
+def test_the_last_shard_has_all_bytes_under_way(steps_are_atomic: bool) -> None:
+    """Although the end of the step waits, for the other shards too, until everything else was answered."""
+    spec, layout = Spec(1 << 24, 1, np.dtype(np.float32)), Layout(1 << 24, range(2))
+    client = Client(0, layout, spec, {0: 0, 1: 0}, steps_are_atomic=steps_are_atomic)
     client.on_range(Kind.PULL, 0, spec.num_keys, None, np.empty(spec.num_keys, np.float32))
+    if steps_are_atomic:
+        client.advance()
     under_way: Counter[int] = Counter()
     while sent := client.outgoing():
         for _, message in sent:

@@ -292,6 +292,25 @@ def test_large_calls_are_cut_and_few_requests_are_under_way() -> None:
     assert all(isinstance(call.error, RefusedError) for call in small)
 
 
+def test_an_answer_says_whether_a_call_is_done() -> None:
+    """Only then the program is woken."""
+    spec = Spec(2_000_000, 1, np.dtype(np.float64))
+    server, [client, other] = pair(Bounded(0), spec=spec)
+    push = client.on_range(Kind.PUSH, 0, 200_000, np.ones(200_000), None)  # two requests
+    answers = [server.take(0, message)[0].message for _, message in client.outgoing()]
+    assert [client.answer(0, answer) for answer in answers] == [False, True]
+    assert push.is_done
+    assert not client.answer(0, answers[0])  # it was answered before
+    carry(server, [client, other], 0, client.advance())
+    client.on_keys(Kind.PULL, np.array([5]), None, np.empty(1))
+    [(_, message)] = client.outgoing()
+    [waiting] = server.take(0, message)
+    assert waiting.message.header.kind is Kind.WAITING
+    assert not client.answer(0, waiting.message)
+    refused = Message(Header(Kind.REFUSED, shard=0, number=message.header.number))
+    assert client.answer(0, refused)
+
+
 @pytest.mark.parametrize("codec", [Int8(), Topk(density=0.05)], ids=str)
 def test_what_codes_do_not_express_is_pushed_later(codec: object) -> None:
     spec = Spec(5000, 2, F32, codec)

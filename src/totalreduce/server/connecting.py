@@ -27,7 +27,7 @@ from totalreduce.server.clocks import Consistency
 from totalreduce.server.connection import Connection
 from totalreduce.server.filters import Filter
 from totalreduce.server.handover import Holdings
-from totalreduce.server.layout import PLACING, Layout
+from totalreduce.server.layout import Layout
 from totalreduce.server.messages import WINDOW, Spec
 from totalreduce.server.optimizers import Optimizer
 from totalreduce.server.placement import chains_of
@@ -264,7 +264,7 @@ class _Parts:
             **{name: value for name, value in setup.describe().items() if name in _SAVED_SETTINGS},
             "state": [kind.name for kind in setup.optimizer.states],
             "num_shards": setup.shards,
-            "placing": PLACING,
+            "layout": self._layout.digest,
         }
         clock = 0
         try:

@@ -277,7 +277,9 @@ class Connection:
         """
         with self._lock:
             self._check_open()
-            return self._submit(self._client.withdraw())
+            ticket = self._submit(self._client.withdraw())
+            self._lock.notify_all()  # a push of which nothing was sent is done with this
+            return ticket
 
     def push_withheld(self, *, lr: float | None = None) -> Ticket:
         """Push all that the codec has not expressed and the filter has withheld, exactly; return at once.
@@ -574,9 +576,9 @@ class Connection:
         kind = message.header.kind
         if not kind.is_request and kind is not Kind.REPLICATED:
             with self._lock:
-                has_ended = self._client.answer(source, message)
+                is_done = self._client.answer(source, message)
                 self._flush()
-                if has_ended:
+                if is_done:
                     self._lock.notify_all()
             return
         assert self._server is not None

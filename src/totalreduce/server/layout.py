@@ -21,15 +21,13 @@ from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.partition import balanced_range
 from totalreduce.kernels.arrays import Array
 
-__all__ = ["NUM_KEYS_MAX", "NUM_RANGES", "PLACING", "Layout"]
+__all__ = ["NUM_KEYS_MAX", "NUM_RANGES", "Layout"]
 
 #: The number of ranges, if there are as many keys.
 NUM_RANGES: Final = 1024
 #: Keys are signed integers of 64 bits; so is every product of a key and a width.
 NUM_KEYS_MAX: Final = 1 << 40
 _VIRTUAL_NODES: Final = 512
-#: How ranges are placed. A snapshot that was written with another placing has other keys in its parts.
-PLACING: Final = "consistent hashing, bounded loads"
 
 
 @final
@@ -61,13 +59,19 @@ class Layout:
         # Evenly spaced places in a pseudo-random order: hashed places would be less even.
         order = sorted(range(count), key=lambda index: _place(f"range {index}"))
         self.owners: Array = np.empty(count, np.int64)
-        room = dict.fromkeys(self.shards, -(-count // len(self.shards)))
+        least, left = divmod(count, len(self.shards))
+        room = {shard: least + (place < left) for place, shard in enumerate(self.shards)}
         for position, index in enumerate(order):
             node = bisect_left(places, (position << 64) // count) % len(nodes)
             while not room[nodes[node][1]]:
                 node = (node + 1) % len(nodes)
             self.owners[index] = nodes[node][1]
             room[nodes[node][1]] -= 1
+
+    @property
+    def digest(self) -> str:
+        """A digest of the places of all ranges. Layouts with the same digest have the same keys in each shard."""
+        return hashlib.blake2b(self.owners.tobytes(), digest_size=16).hexdigest()
 
     @property
     def num_ranges(self) -> int:

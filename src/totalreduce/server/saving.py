@@ -168,16 +168,22 @@ class Snapshot:
             about: As for ``write_shard``. The number of shards, and numbers of the optimizer, may be others.
 
         Raises:
-            ConfigurationError: The snapshot is of other keys, values or another optimizer.
+            ConfigurationError: The snapshot is of other keys, values or another optimizer, or of a version of this
+                library that has other keys in each shard.
             RecoveryError: A file is damaged, or missing.
         """
-        for name in ("num_keys", "width", "dtype", "placing"):
-            self._check(name, self._description.get(name), about[name])
+        for name in ("num_keys", "width", "dtype"):
+            self._check(name, self._description[name], about[name])
         for name in ("name", "kind"):
             self._check("optimizer", self._description["optimizer"].get(name), about["optimizer"].get(name))
         # Settings such as momentum= decide what state an optimizer has.
         self._check("state of the optimizer", self._description.get("state"), about.get("state"))
         old = Layout(layout.num_keys, range(self._description["num_shards"]))
+        if self._description.get("layout") != old.digest:
+            raise ConfigurationError(
+                f"the snapshot in {self._snapshots.folder} was written by a version of totalreduce that has other keys "
+                "in each shard: read it with that version"
+            )
         shards = [int(shard) for shard in np.unique(old.owners)]
         if len(shards) != self._count or layout.num_ranges != old.num_ranges:
             raise RecoveryError(f"the snapshot in {self._snapshots.folder} has {self._count} parts, not {len(shards)}")
