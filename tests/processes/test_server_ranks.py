@@ -134,6 +134,18 @@ def run(tmp_path, program, *, num_servers=2, **options):
     )
 
 
+def kill_in_first_epoch(events, victim, after_s):
+    """Return a function that notes the launcher's events, and kills a rank when the job has begun."""
+
+    def on_event(event):
+        events.append(event)
+        if event["event"] == "epoch" and event["epoch"] == 1:
+            [process] = [each["pid"] for each in events if each["event"] == "started" and each["rank"] == victim]
+            threading.Timer(after_s, os.kill, (process, signal.SIGKILL)).start()
+
+    return on_event
+
+
 def ends(result):
     return [worker.exit_code for worker in result.workers]
 
@@ -169,14 +181,7 @@ def test_servers_are_ended_after_a_program_that_makes_no_group(warm_python, tmp_
 def test_the_loss_of_a_server_loses_no_push(warm_python, tmp_path, on_loss):
     """Each worker pushes 200 times; a server that is killed meanwhile is replaced, or its replica serves."""
     events = []
-
-    def on_event(event):
-        events.append(event)
-        if event["event"] == "epoch" and event["epoch"] == 1:
-            [victim] = [each["pid"] for each in events if each["event"] == "started" and each["rank"] == 3]
-            os.kill(victim, signal.SIGKILL)
-
-    options = RecoveryOptions(on_loss=on_loss, on_event=on_event)
+    options = RecoveryOptions(on_loss=on_loss, on_event=kill_in_first_epoch(events, 3, 0.0))
     result = run(tmp_path, UNTIL_LOST.format(replicas=2), num_servers=3, recovery=options)
     assert result.exit_code == 0, [each.last_errors for each in result.workers]
     for rank in (0, 1):
@@ -189,14 +194,7 @@ def test_the_loss_of_a_server_loses_no_push(warm_python, tmp_path, on_loss):
 @pytest.mark.parametrize("victim", [1, 3], ids=["worker", "server"])
 def test_a_spare_takes_the_place_of_a_worker_or_of_a_server(warm_python, tmp_path, victim):
     events = []
-
-    def on_event(event):
-        events.append(event)
-        if event["event"] == "epoch" and event["epoch"] == 1:
-            [process] = [each["pid"] for each in events if each["event"] == "started" and each["rank"] == victim]
-            threading.Timer(1.0, os.kill, (process, signal.SIGKILL)).start()
-
-    options = RecoveryOptions(on_loss="replace", spares=1, on_event=on_event)
+    options = RecoveryOptions(on_loss="replace", spares=1, on_event=kill_in_first_epoch(events, victim, 1.0))
     result = run(tmp_path, UNTIL_LOST.format(replicas=2), num_servers=3, recovery=options)
     assert result.exit_code == 0, [each.last_errors for each in result.workers]
     assert [output.splitlines()[-1] for output in result.output[:2]] == ["values 400.0 400.0"] * 2
@@ -210,14 +208,7 @@ def test_a_spare_takes_the_place_of_a_worker_or_of_a_server(warm_python, tmp_pat
 def test_a_dense_model_outlives_the_loss_of_a_rank(warm_python, tmp_path, victim, rule):
     """Two workers take 150 steps each, and each of their gradients counts once."""
     events = []
-
-    def on_event(event):
-        events.append(event)
-        if event["event"] == "epoch" and event["epoch"] == 1:
-            [process] = [each["pid"] for each in events if each["event"] == "started" and each["rank"] == victim]
-            threading.Timer(1.0, os.kill, (process, signal.SIGKILL)).start()
-
-    options = RecoveryOptions(on_loss="shrink", on_event=on_event)
+    options = RecoveryOptions(on_loss="shrink", on_event=kill_in_first_epoch(events, victim, 1.0))
     result = run(tmp_path, DENSE_UNTIL_LOST.format(rule=rule), num_servers=3, recovery=options)
     assert result.exit_code == 0, [each.last_errors for each in result.workers]
     assert [output.splitlines()[-1] for output in result.output[:2]] == ["values 300.0"] * 2
