@@ -41,8 +41,10 @@ assert called() == before, {name: (count, before[name]) for name, count in calle
 """
 
 
+@pytest.mark.timeout(300)
 def test_no_method_compiles_anything_more() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100, check=False)
+    """It takes as long as compiling everything does, if that was not done before."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
 
 
