@@ -290,6 +290,21 @@ def test_strom_sends_bytes_for_elements_beyond_the_threshold_only() -> None:
     np.testing.assert_array_equal(ranks.parameters(0), moves / 2)
 
 
+@pytest.mark.parametrize(("moved", "is_warned"), [(0.02, True), (0.005, False)])
+def test_strom_warns_once_if_its_threshold_is_too_small(
+    moved: float, is_warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Elements move by 24 thresholds in a step, of which each rank sends one."""
+    ranks = StrategyRanks(Strom(threshold=0.25), 2, [np.zeros(1000, np.float32)])
+    moves = np.zeros(1000, np.float32)
+    moves[: int(1000 * moved)] = 12.0
+    for _ in range(8):
+        ranks.step([moves] * 2)
+    found = [record.getMessage() for record in caplog.records]
+    expected = "after 1 steps of Strom(threshold=0.25), 2 % of the elements have to send more than 10 thresholds"
+    assert [text.split(", of which")[0] for text in found] == [expected] * is_warned
+
+
 @pytest.mark.parametrize("number", [np.nan, np.inf, 1e38])
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_strom_does_not_hide_values_that_are_no_numbers(number: float, overlap: int) -> None:

@@ -11,9 +11,10 @@ of a step after the same step, in the order of the ranks, so parameters have the
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Final, final
 
 import numpy as np
 
@@ -28,6 +29,12 @@ from totalreduce.strategies.strategy import UNDER_WAY, Pending, Replica, Strateg
 
 __all__ = ["Strom", "StromSession"]
 
+_log = logging.getLogger(__name__)
+
+#: A threshold is too small if more than this share of the elements have to send more than so many thresholds. As one
+#: threshold is sent in a step, the parameters fall behind their updates.
+_BEHIND: Final = 10
+_BEHIND_SHARE: Final = 0.01
 #: A rank tells the others the size of its message in bytes, and whether the message is a code or has plain values.
 _HEADER = np.dtype([("size", np.int64), ("is_plain", np.int64)])
 
@@ -57,8 +64,7 @@ class Strom(Strategy):
 
     def session(self, replica: Replica, rank: int, world_size: int) -> StromSession:
         """Return the session of one rank."""
-        del rank
-        return StromSession(self, replica, world_size)
+        return StromSession(self, replica, rank, world_size)
 
     def recovery_obstacle(self) -> str:
         """Return an obstacle if steps go on beside an exchange."""
@@ -69,10 +75,11 @@ class Strom(Strategy):
 class StromSession:
     """The session of Strom's method."""
 
-    def __init__(self, settings: Strom, replica: Replica, world_size: int) -> None:
+    def __init__(self, settings: Strom, replica: Replica, rank: int, world_size: int) -> None:
         """Begin with what the replica has, which all ranks have."""
         ahead.load_codecs()
         self._settings, self._replica, self._world_size = settings, replica, world_size
+        self._warns = rank == 0
         self._codec = Threshold(threshold=settings.threshold)
         self._steps = 0
         self._tensors = range(len(replica.sizes))
@@ -99,6 +106,7 @@ class StromSession:
         if overlap:  # otherwise the messages of this step are applied before the next one
             self._replica.write(self._tensors, self._common)
         block, is_plain = self._take()
+        self._warn_if_behind()
         exchange = _exchange(block, is_plain, self._codec, self._rest.size, self._world_size)
         return [Pending(self._steps % (overlap + 1), self._steps + overlap, exchange)]
 
@@ -114,6 +122,20 @@ class StromSession:
         plain = self._rest
         self._rest = np.zeros_like(plain)
         return plain.view(np.uint8), True
+
+    def _warn_if_behind(self) -> None:
+        """Warn once, on rank 0, if the threshold is too small for the updates. Looks after 1, 2, 4, 8, ... steps."""
+        if not self._warns or self._steps & (self._steps - 1):
+            return
+        share = np.count_nonzero(np.abs(self._rest) >= _BEHIND * self._settings.threshold) / max(1, self._rest.size)
+        if share > _BEHIND_SHARE:
+            self._warns = False
+            _log.warning(
+                "after %d steps of Strom(threshold=%g), %.0f %% of the elements have to send more than %d thresholds, "
+                "of which one is sent in a step: parameters fall behind their updates, and training may diverge. "
+                "Choose a larger threshold, or a smaller learning rate",
+                *(self._steps, self._settings.threshold, 100 * share, _BEHIND),
+            )
 
     def apply(self, channel: int, result: Any) -> None:
         """Move the common parameters, and the replica to them."""
