@@ -58,8 +58,7 @@ def test_the_ranks_that_wait_for_a_slow_one_are_exposed(kind):
     assert fast.timed_steps == STEPS - 1
     assert closed == {}
     paused_s = (STEPS - 1) * PAUSE_S
-    assert fast.exposed_s > 0.7 * paused_s
-    assert fast.step_s > 0.9 * paused_s
+    assert 0.7 * paused_s < fast.exposed_s <= fast.step_s  # the first of the pauses may have begun before
     assert slow.step_s - slow.exposed_s > 0.9 * paused_s
     assert slow.exposed_s < 0.5 * fast.exposed_s
     if kind == "sparse":
