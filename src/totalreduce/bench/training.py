@@ -75,6 +75,8 @@ _SEEDS_MIN = 2
 _LAUNCH_LIMIT_S = 7200.0
 _QUICK_STEPS = 40
 _QUICK_METHODS = 4
+#: Their number, and the seconds after which none begins.
+_QUICK_TURNS = (2, 1.0)
 _SLOW_MAX = 100
 #: The value of ``--rates`` with which no links are measured.
 _NO_LINKS = "none"
@@ -474,7 +476,8 @@ def _measure(
     common += ["--width", str(plan.keys)] if model == "logistic" else []
     common += ["--first-seed", str(plan.first_seed)] if plan.first_seed else []
     trains = [*common, "--evaluations", str(plan.looks), "--seeds"]
-    turns = [*common, "--turns", str(_TURNS), "--turns-s", str(_TURNS_S)]
+    most, seconds = _QUICK_TURNS if plan.quick else (_TURNS, _TURNS_S)
+    turns = [*common, "--turns", str(most), "--turns-s", str(seconds)]
     here, everybody = replace(setting, hosts=0), plan.contestants
     samples = CaseSamples(launcher.launch(here, everybody, [*trains, str(plan.seeds)]), slow=plan.slow)
     if not is_first:
