@@ -223,11 +223,11 @@ def _resumed(at: float, logs: list[list[dict[str, Any]]]) -> tuple[float, float]
     """
     first = longest = 0.0
     for log in logs:
-        if not log or not log[0]["begin"] < at < log[-1]["pulled"]:
+        if not log or not log[0]["at"] < at < log[-1]["pulled"]:
             continue  # it was not there yet, or was killed
-        around = [line for line in log if line["pulled"] > at and line["begin"] < at + _NOTICED_S]
-        slow = [line for line in around if line["pulled"] - line["begin"] > _SLOW_S]
+        around = [line for line in log if line["pulled"] > at and line["at"] < at + _NOTICED_S]
+        slow = [line for line in around if line["pulled"] - line["at"] > _SLOW_S]
         if slow:
             first = max(first, slow[0]["pulled"] - at)
-            longest = max(longest, max(slow, key=lambda line: line["pulled"] - line["begin"])["pulled"] - at)
+            longest = max(longest, max(slow, key=lambda line: line["pulled"] - line["at"])["pulled"] - at)
     return first, longest

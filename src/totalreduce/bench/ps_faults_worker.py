@@ -74,9 +74,9 @@ def work(config: PsFaultsConfig, folder: Path, rank: int, client: tr.ps.Connecti
             update[:, rank] = 1
             client.push(mine, update).wait(120.0)
             time.sleep(config.step_ms / 1e3)
-            # The injector takes a step that began after a decision on members for the sign that all servers have the
-            # state. The end of a step says less: its answers may have come before the decision.
-            log.write(json.dumps({"done": step + 1, "at": begin, "begin": begin, "pulled": pulled}) + "\n")
+            # "at" is when the step began. The injector takes a step that began after a decision on members for the sign
+            # that all servers have the state. Its end says less: its answers may have come before the decision.
+            log.write(json.dumps({"done": step + 1, "at": begin, "pulled": pulled}) + "\n")
     client.pull_range(0, config.keys, out).wait(120.0)
     wrong += int((out[:, rank] != counts).sum())
     (folder / f"final-{rank}.json").write_text(json.dumps({"wrong": wrong, "steps": done}))

@@ -75,7 +75,7 @@ _SEEDS_MIN = 2
 _LAUNCH_LIMIT_S = 7200.0
 _QUICK_STEPS = 40
 _QUICK_METHODS = 4
-#: Their number, and the seconds after which none begins.
+#: As ``_TURNS`` and ``_TURNS_S``.
 _QUICK_TURNS = (2, 1.0)
 _SLOW_MAX = 100
 #: The value of ``--rates`` with which no links are measured.
@@ -263,8 +263,8 @@ class TrainPlan:
         """Return a plan of a few minutes."""
         model, optimizer = self.cases[0]
         methods = [name for name in self.methods.split(",") if name.strip()][:_QUICK_METHODS]
-        less = replace(self, models=model, optimizers=optimizer, rates=(self.links or [_NO_LINKS])[0])
-        less = replace(less, methods=",".join(methods))
+        less = replace(self, models=model, optimizers=optimizer, methods=",".join(methods))
+        less = replace(less, rates=(self.links or [_NO_LINKS])[0])
         return replace(less, steps=_QUICK_STEPS, seeds=_SEEDS_MIN, looks=5)
 
     @property

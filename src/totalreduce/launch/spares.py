@@ -64,9 +64,7 @@ class Spare:
         """Give it the seat of a rank; ``environment`` is what a worker of this seat would get."""
         self.worker.rank = rank
         # If it has ended just now, the launcher notices that as the end of this rank's worker.
-        variables = {name: environment[name] for name in _SEAT_VARIABLES}
-        variables |= {name: environment[name] for name in _WHOLE_VARIABLES if name in environment}
-        self.worker.give(json.dumps(variables).encode() + b"\n")
+        self.worker.give(json.dumps(_variables_of_seat(environment)).encode() + b"\n")
 
 
 @final
@@ -121,9 +119,7 @@ def await_seat() -> None:
     if not line:
         raise SystemExit(0)
     try:
-        variables = json.loads(line)
-        os.environ.update({name: str(variables[name]) for name in _SEAT_VARIABLES})
-        os.environ.update({name: str(variables[name]) for name in _WHOLE_VARIABLES if name in variables})
+        os.environ.update(_variables_of_seat(json.loads(line)))
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(
             f"{SPARE} is set, and standard input has no seat. Only totalreduce run --spares sets this variable"
@@ -133,3 +129,9 @@ def await_seat() -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
+
+
+def _variables_of_seat(environment: Mapping[str, object]) -> dict[str, str]:
+    """Return the variables of a seat. Raises ``KeyError`` if one is missing that every seat has."""
+    present = [name for name in _WHOLE_VARIABLES if name in environment]
+    return {name: str(environment[name]) for name in (*_SEAT_VARIABLES, *present)}
