@@ -61,6 +61,7 @@ class TorchReplica:
         self.parameters = list(model.parameters())
         self.sizes = [parameter.numel() for parameter in self.parameters]
         self.dtype = np.dtype(np.float64)
+        self.learning_rate = 0.0
 
     def read(self, tensors):
         return torch.cat([self.parameters[tensor].detach().flatten() for tensor in tensors]).numpy()

@@ -1,6 +1,7 @@
 """Strategies, their ranks in lockstep: what they compute, beside loops in plain NumPy."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
@@ -276,6 +277,40 @@ def test_strom_loses_nothing(world_size: int) -> None:
     np.testing.assert_allclose(ranks.parameters(0) - begin(1)[0] + rests, total, rtol=0, atol=1e-6)
 
 
+@sizes
+@pytest.mark.parametrize(("smallest", "floor"), [(None, 0.1), (0.4, 0.4), (1.0, 1.0)])
+def test_the_threshold_of_strom_falls_with_the_learning_rate(
+    world_size: int, smallest: float | None, floor: float
+) -> None:
+    """Each element moves by its own threshold, so what is sent shows the threshold; rank 0 learns more slowly."""
+    settings = Strom(threshold=1.0, smallest=smallest)
+    ranks = StrategyRanks(settings, world_size, [np.zeros(1, np.float32)])
+    expected, rests = np.zeros(1), np.zeros(world_size)
+    for rate in (0.5, 2.0, 2.0, 1.0, 0.5, 0.02, 0.0, 3.0):
+        for rank, replica in enumerate(ranks.replicas):
+            replica.learning_rate = rate if rank else rate / 2
+        ranks.step([np.full(1, 1.3 * world_size, np.float32)] * world_size)
+        rests += 1.3
+        largest = max(2.0 if rate < 3 else 3.0, rate) if rate != 0.5 or expected.any() else 0.5
+        threshold = max(floor, rate / largest)
+        sent = np.where(rests >= threshold, threshold, 0.0)
+        rests -= sent
+        expected += sent.sum()
+        np.testing.assert_allclose(ranks.parameters(0), expected, rtol=1e-6)
+    assert len({parameters.tobytes() for parameters in everybody(ranks)}) == 1
+
+
+def test_strom_goes_on_with_the_largest_learning_rate_of_a_saved_state() -> None:
+    first, second = (StrategyRanks(Strom(threshold=1.0), 1, [np.zeros(1, np.float32)]) for _ in range(2))
+    first.replicas[0].learning_rate = 2.0
+    first.step([np.zeros(1, np.float32)])
+    second.steps = first.steps
+    second.sessions[0].load_state(first.sessions[0].state())
+    second.replicas[0].learning_rate = 1.0
+    second.step([np.ones(1, np.float32)])
+    np.testing.assert_array_equal(second.parameters(0), [0.5])
+
+
 def test_strom_sends_bytes_for_elements_beyond_the_threshold_only() -> None:
     size, listed = 100_000, 100
     ranks = StrategyRanks(Strom(threshold=0.25), 4, [np.zeros(size, np.float32)])
@@ -327,12 +362,14 @@ def test_strom_does_not_hide_values_that_are_no_numbers(number: float, overlap: 
 
 
 def test_strom_refuses_messages_of_impossible_sizes() -> None:
-    for size, is_plain in ((-1, 0), (1 << 40, 0), (0, 1), (4 * N + 4, 1)):
+    impossible = [(-1, 0.1), (1 << 40, 0.1), (0, 0.0), (4 * N + 4, 0.0), (0, -0.1), (0, math.nan), (0, math.inf)]
+    for size, threshold in impossible:
         session = Strom(threshold=0.1).session(StrategyRanks(Gossip(), 1, start()).replicas[0], 0, 2)
         exchange = session.stepped(0.0)[0].exchange
         mine = next(exchange).block
+        header = np.array([(size, threshold)], [("size", np.int64), ("threshold", np.float64)])
         with pytest.raises(ProtocolError, match="rank 1 announces"):
-            exchange.send([mine, np.array([size, is_plain]).view(np.uint8)])
+            exchange.send([mine, header.view(np.uint8)])
 
 
 CODED = [
@@ -476,6 +513,8 @@ def test_periods_save_bytes() -> None:
         lambda: Gossip(graph="torus"),
         lambda: Strom(threshold=0.0),
         lambda: Strom(threshold=0.1, overlap=-1),
+        lambda: Strom(threshold=0.1, smallest=0.2),
+        lambda: Strom(threshold=0.1, smallest=0.0),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(make) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar, Final, final
 
 import numpy as np
 
@@ -18,7 +18,11 @@ from totalreduce.foundation.errors import ProtocolError
 from totalreduce.kernels import coding, quantisation, selection
 from totalreduce.kernels.arrays import Array
 
-__all__ = ["Threshold"]
+__all__ = ["MAXIMUM", "MINIMUM", "Threshold"]
+
+#: The bounds of thresholds.
+MINIMUM: Final = 1e-30
+MAXIMUM: Final = 1e30
 
 _COUNT = struct.Struct("<I")
 
@@ -41,7 +45,7 @@ class Threshold:
     threshold: float
 
     def __post_init__(self) -> None:
-        checks.real_field(self, "threshold", minimum=1e-30, maximum=1e30)
+        checks.real_field(self, "threshold", minimum=MINIMUM, maximum=MAXIMUM)
 
     @property
     def is_unbiased(self) -> bool:

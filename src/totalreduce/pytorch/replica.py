@@ -51,6 +51,11 @@ class ModelReplica:
         """Float64 if a parameter has it, else float32."""
         return self._dtype
 
+    @property
+    def learning_rate(self) -> float:
+        """The largest learning rate of the optimizer's groups of parameters; 0 if they have none."""
+        return max((float(group.get("lr", 0.0)) for group in self._optimizer.param_groups), default=0.0)
+
     def read(self, tensors: Sequence[int]) -> Array:
         """Return a copy of the elements of these parameters."""
         return self._flat([self._parameters[tensor] for tensor in tensors])

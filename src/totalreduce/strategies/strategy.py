@@ -32,6 +32,10 @@ class Replica(Protocol):
     def dtype(self) -> np.dtype[Any]:
         """The type of the arrays: float64 if a tensor has it, else float32."""
 
+    @property
+    def learning_rate(self) -> float:
+        """The largest learning rate with which the step that has just ended updated a tensor; 0 if none is known."""
+
     def read(self, tensors: Sequence[int]) -> Array:
         """Return a copy of the elements of these tensors, one tensor after the other."""
 

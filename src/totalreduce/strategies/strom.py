@@ -5,8 +5,10 @@ and no sums on the way: each rank sends to all others the elements of its accumu
 index and sign; a receiver adds the threshold with this sign to its parameters. The rest of the update stays with its
 rank, and is sent when it has added up.
 
-In the paper, ranks apply messages whenever they come, so replicas differ for a while. Here all ranks apply the messages
-of a step after the same step, in the order of the ranks, so parameters have the same bits on all ranks.
+This module departs from the paper in two points. In the paper, ranks apply messages whenever they come, so replicas
+differ for a while. Here all ranks apply the messages of a step after the same step, in the order of the ranks, so
+parameters have the same bits on all ranks. In the paper the threshold is constant. Here it falls with the learning
+rate: otherwise the small updates at the end of a schedule would never add up to a threshold, and never be sent.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any, ClassVar, Final, final
 import numpy as np
 
 from totalreduce.codecs.codec import TOO_LARGE
-from totalreduce.codecs.threshold import Threshold
+from totalreduce.codecs.threshold import MAXIMUM, MINIMUM, Threshold
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ProtocolError
 from totalreduce.kernels import ahead
@@ -35,8 +37,10 @@ _log = logging.getLogger(__name__)
 #: threshold is sent in a step, the parameters fall behind their updates.
 _BEHIND: Final = 10
 _BEHIND_SHARE: Final = 0.01
-#: A rank tells the others the size of its message in bytes, and whether the message is a code or has plain values.
-_HEADER = np.dtype([("size", np.int64), ("is_plain", np.int64)])
+#: A rank tells the others the size of its message in bytes, and its threshold; 0: the message has plain values.
+_HEADER = np.dtype([("size", np.int64), ("threshold", np.float64)])
+#: By default, the threshold falls to this part of the largest one.
+_FALLS_TO: Final = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +49,10 @@ class Strom(Strategy):
 
     Attributes:
         threshold: The smallest magnitude of an accumulated update that is sent, and the change of a parameter for which
-            a sign stands. Updates of a rank count ``1 / world_size``, as in an average of updates.
+            a sign stands, as long as the learning rate is the largest one so far. Updates of a rank count
+            ``1 / world_size``, as in an average of updates.
+        smallest: The threshold falls in proportion to the learning rate, but not below this value. ``None``: a tenth
+            of ``threshold``. Equal to ``threshold``: the threshold is constant.
         overlap: The number of steps that go on while messages are exchanged. 0: each step waits for the messages of
             all ranks of this step.
 
@@ -56,10 +63,13 @@ class Strom(Strategy):
     name: ClassVar[str] = "strom"
 
     threshold: float
+    smallest: float | None = None
     overlap: int = 0
 
     def __post_init__(self) -> None:
         Threshold(threshold=self.threshold)  # checks it
+        if self.smallest is not None:
+            checks.real_field(self, "smallest", minimum=MINIMUM, maximum=self.threshold)
         checks.integer_fields(self, "overlap", minimum=0)
 
     def session(self, replica: Replica, rank: int, world_size: int) -> StromSession:
@@ -80,8 +90,7 @@ class StromSession:
         ahead.load_codecs()
         self._settings, self._replica, self._world_size = settings, replica, world_size
         self._warns = rank == 0
-        self._codec = Threshold(threshold=settings.threshold)
-        self._steps = 0
+        self._steps, self._largest_rate = 0, 0.0
         self._tensors = range(len(replica.sizes))
         self._common = replica.read(self._tensors)
         self._rest = np.zeros(self._common.size, np.float32)
@@ -105,36 +114,46 @@ class StromSession:
             self._rest += update.astype(np.float32, copy=False)
         if overlap:  # otherwise the messages of this step are applied before the next one
             self._replica.write(self._tensors, self._common)
-        block, is_plain = self._take()
-        self._warn_if_behind()
-        exchange = _exchange(block, is_plain, self._codec, self._rest.size, self._world_size)
+        threshold = self._threshold()
+        block, is_plain = self._take(threshold)
+        self._warn_if_behind(threshold)
+        exchange = _exchange(block, 0.0 if is_plain else threshold, self._rest.size, self._world_size)
         return [Pending(self._steps % (overlap + 1), self._steps + overlap, exchange)]
 
-    def _take(self) -> tuple[Array, bool]:
+    def _threshold(self) -> float:
+        """Return the threshold of this step, which falls with the learning rate."""
+        settings, rate = self._settings, self._replica.learning_rate
+        self._largest_rate = max(self._largest_rate, rate)
+        smallest = _FALLS_TO * settings.threshold if settings.smallest is None else settings.smallest
+        share = rate / self._largest_rate if self._largest_rate else 1.0
+        return max(MINIMUM, smallest, share * settings.threshold)
+
+    def _take(self, threshold: float) -> tuple[Array, bool]:
         """Take from the rest what is sent; return the message, and whether it has plain values.
 
         Values that no code can express (NaN, infinite, beyond 1e30) are sent plain, so that all ranks see them.
         """
-        room = np.empty(self._codec.bytes_max(self._rest.size), np.uint8)
-        used = self._codec.encode(self._rest, room, keeps=True)
+        codec = Threshold(threshold=threshold)
+        room = np.empty(codec.bytes_max(self._rest.size), np.uint8)
+        used = codec.encode(self._rest, room, keeps=True)
         if used != TOO_LARGE:
             return room[:used].copy(), False
         plain = self._rest
         self._rest = np.zeros_like(plain)
         return plain.view(np.uint8), True
 
-    def _warn_if_behind(self) -> None:
+    def _warn_if_behind(self, threshold: float) -> None:
         """Warn once, on rank 0, if the threshold is too small for the updates. Looks after 1, 2, 4, 8, ... steps."""
         if not self._warns or self._steps & (self._steps - 1):
             return
-        share = np.count_nonzero(np.abs(self._rest) >= _BEHIND * self._settings.threshold) / max(1, self._rest.size)
+        share = np.count_nonzero(np.abs(self._rest) >= _BEHIND * threshold) / max(1, self._rest.size)
         if share > _BEHIND_SHARE:
             self._warns = False
             _log.warning(
                 "after %d steps of Strom(threshold=%g), %.0f %% of the elements have to send more than %d thresholds, "
                 "of which one is sent in a step: parameters fall behind their updates, and training may diverge. "
                 "Choose a larger threshold, or a smaller learning rate",
-                *(self._steps, self._settings.threshold, 100 * share, _BEHIND),
+                *(self._steps, threshold, 100 * share, _BEHIND),
             )
 
     def apply(self, channel: int, result: Any) -> None:
@@ -144,31 +163,40 @@ class StromSession:
         self._replica.write(self._tensors, self._common)
 
     def state(self) -> Mapping[str, Any]:
-        """Return the number of steps, the common parameters, and what was not sent."""
-        return {"shared": {"steps": self._steps, "common": self._common}, "own": {"rest": self._rest}}
+        """Return the number of steps, the largest learning rate, the common parameters, and what was not sent."""
+        shared = {"steps": self._steps, "largest_rate": self._largest_rate, "common": self._common}
+        return {"shared": shared, "own": {"rest": self._rest}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
-        self._steps, self._common = state["shared"]["steps"], state["shared"]["common"]
+        shared = state["shared"]
+        self._steps, self._largest_rate, self._common = shared["steps"], shared["largest_rate"], shared["common"]
         self._rest = state["own"]["rest"]
 
 
-def _exchange(
-    block: Array, is_plain: bool, codec: Threshold, count: int, world_size: int
-) -> Generator[Action, Any, Array]:
-    """Send this rank's message to all others; return the sum of all messages, added in the order of the ranks."""
-    header = np.array([(block.size, is_plain)], _HEADER)
+def _exchange(block: Array, threshold: float, count: int, world_size: int) -> Generator[Action, Any, Array]:
+    """Send this rank's message to all others; return the sum of all messages, added in the order of the ranks.
+
+    Args:
+        block: The message: a code, or plain values.
+        threshold: That of the code; 0 if the message has plain values.
+        count: The number of elements of all parameters.
+        world_size: The number of ranks.
+    """
+    header = np.array([(block.size, threshold)], _HEADER)
     came = yield Allgather(header.view(np.uint8), [_HEADER.itemsize] * world_size)
     headers = [np.ascontiguousarray(each).view(_HEADER)[0] for each in came]
-    sizes = [int(each["size"]) for each in headers]
-    for source, (size, each) in enumerate(zip(sizes, headers, strict=True)):
-        if not (size == 4 * count if each["is_plain"] else 0 <= size <= codec.bytes_max(count)):
+    sizes, thresholds = [int(each["size"]) for each in headers], [float(each["threshold"]) for each in headers]
+    for source, (size, each) in enumerate(zip(sizes, thresholds, strict=True)):
+        if each and not MINIMUM <= each <= MAXIMUM:
+            raise ProtocolError(f"rank {source} announces a threshold of {each:g}")
+        if not (0 <= size <= Threshold(threshold=each).bytes_max(count) if each else size == 4 * count):
             raise ProtocolError(f"rank {source} announces a message of {size} bytes for {count} elements")
     blocks = yield Allgather(block, sizes)
     total = np.zeros(count, np.float32)
-    for message, each in zip(blocks, headers, strict=True):
-        if each["is_plain"]:
-            total += np.ascontiguousarray(message).view(np.float32)
+    for message, each in zip(blocks, thresholds, strict=True):
+        if each:
+            Threshold(threshold=each).decode(message, total, adds=True)
         else:
-            codec.decode(message, total, adds=True)
+            total += np.ascontiguousarray(message).view(np.float32)
     return total

@@ -29,6 +29,7 @@ class ArrayReplica:
         state_layout: Stands for the names of its tensors.
         sizes: The number of elements of each tensor.
         dtype: The dtype.
+        learning_rate: Stands for that of an optimizer.
     """
 
     def __init__(self, arrays: Sequence[Array]) -> None:
@@ -37,6 +38,7 @@ class ArrayReplica:
         self.state_layout = ""
         self.sizes = [array.size for array in arrays]
         self.dtype: np.dtype[Any] = arrays[0].dtype
+        self.learning_rate = 0.0
 
     def read(self, tensors: Sequence[int]) -> Array:
         """Return a copy of the elements of these tensors."""
