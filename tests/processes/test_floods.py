@@ -104,6 +104,7 @@ FLOODS = {
     ),
     "operations that only it has submitted": "yield from control(Frame.POSTED, index)",
     "messages for channels that are not open": "yield from channel(1000 + index, bytes(1000))",
+    "bodies that no message has announced": "yield from control(Frame.CHANNEL_BODY, number, body=bytes(1000))",
     "unfinished messages": "yield from channel(1000 + index, bytes(2**20), last=False)",
     "one message without end": "yield from channel(number, bytes(2**20), last=False)",
     "questions of the coordination": (
@@ -145,6 +146,7 @@ LIKE_ANOTHER = {
     "questions that are never read",
     "descriptions",
     "messages for channels that are not open",
+    "bodies that no message has announced",
     "answers of the coordination",
 }
 FLOODS_BY_LENGTH = [

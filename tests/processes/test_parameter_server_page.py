@@ -26,6 +26,6 @@ def test_a_linear_model_is_learned(warm_python, tmp_path):
 def test_a_dense_vector_is_added_up_and_a_snapshot_is_restored(warm_python, tmp_path):
     [snapshots] = [program for program in PROGRAMS if "restored workers" in program]
     output = run(tmp_path, PROGRAMS[1] + snapshots, 2)
-    assert re.findall(r"(True|False) Counter\((.*)\)", output) == [("True", "{0: 4}")] * 2
+    assert re.findall(r"(True|False) Counter\((.*)\)", output) == [("True", "{0: 8}")] * 2
     assert output.count("the restored workers are at step 10\n") == 2
     assert [path.name for path in (tmp_path / "snapshots").iterdir()] == ["version-000000010"]

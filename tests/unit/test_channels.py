@@ -2,7 +2,7 @@
 
 import pytest
 
-from totalreduce.engine.channels import Channels
+from totalreduce.engine.channels import Bodies, Channels
 from totalreduce.engine.members import Members
 from totalreduce.engine.outbox import PIECE_BYTES, Outbox, pieces
 from totalreduce.foundation.config import EngineConfig
@@ -22,6 +22,26 @@ class Recorder:
 
     def receive(self, peer, message, now):
         self.received.append((peer, message))
+
+
+class Reader(Recorder):
+    """A channel whose messages are the lengths of the bodies that follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bodies: list[tuple[int, list[bytes]]] = []
+
+    def receive(self, peer, message, now):
+        super().receive(peer, message, now)
+        views = [memoryview(bytearray(length)) for length in message]
+        return Bodies(views, lambda: self.bodies.append((peer, list(map(bytes, views))))) if views else None
+
+
+def send_body(channels: Channels, peer: int, number: int, body: bytes) -> None:
+    room = channels.room(peer, number, len(body))
+    if room is not None:
+        room[:] = body
+        channels.body_arrived(peer, number)
 
 
 def send(channels: Channels, peer: int, number: int, message: bytes) -> None:
@@ -106,3 +126,62 @@ def test_an_unfinished_message_for_a_channel_that_is_not_open() -> None:
     with pytest.raises(ProtocolError, match="rank 1 sends too much through channels that are not open here"):
         send(channels, 1, 7, bytes(2 * 2**20))
     assert channels._partial == {}
+
+
+def test_bodies_come_into_the_memory_that_the_channel_has_named() -> None:
+    """Also in parts, from several peers at once, and with messages of other channels in between."""
+    channels, reader, other = make_channels(), Reader(), Recorder()
+    channels.open(7, reader, 0.0)
+    channels.open(8, other, 0.0)
+    for peer in (1, 2):
+        send(channels, peer, 7, bytes([3, 5]))
+        send_body(channels, peer, 7, b"abc")
+        send(channels, peer, 8, b"between")
+        send_body(channels, peer, 7, b"de")
+    assert reader.bodies == []
+    send_body(channels, 2, 7, b"fgh")
+    send_body(channels, 1, 7, b"ijk")
+    assert reader.bodies == [(2, [b"abc", b"defgh"]), (1, [b"abc", b"deijk"])]
+    assert other.received == [(1, b"between"), (2, b"between")]
+    send(channels, 1, 7, b"")  # a message without bodies
+    assert len(reader.received) == 3
+    assert channels._following == {}
+
+
+@pytest.mark.parametrize(
+    ("number", "length"),
+    [(7, 4), (7, 0), (8, 3), (9, 3)],
+    ids=["longer", "empty", "of another channel", "of no channel"],
+)
+def test_a_body_that_no_message_has_announced(number: int, length: int) -> None:
+    channels = make_channels()
+    for each in (7, 8):
+        channels.open(each, Reader(), 0.0)
+    with pytest.raises(ProtocolError, match="rank 1 sends 3 bytes of a body that no message has announced"):
+        channels.room(1, 7, 3)
+    send(channels, 1, 7, bytes([3]))
+    with pytest.raises(ProtocolError, match=f"rank 1 sends {length} bytes of a body that no message has announced"):
+        channels.room(1, number, length)
+
+
+@pytest.mark.parametrize("number", [7, 8])
+def test_a_message_before_the_bodies_of_the_one_before(number: int) -> None:
+    channels = make_channels()
+    for each in (7, 8):
+        channels.open(each, Reader(), 0.0)
+    send(channels, 1, 7, bytes([3]))
+    with pytest.raises(ProtocolError, match="rank 1 sends a message before the bodies that follow an earlier one"):
+        send(channels, 1, number, bytes([3]))
+
+
+def test_the_bodies_of_a_closed_channel_are_forgotten() -> None:
+    channels, reader = make_channels(), Reader()
+    channels.open(7, reader, 0.0)
+    send(channels, 1, 7, bytes([3, 4]))
+    room = channels.room(1, 7, 3)
+    channels.close(7)
+    channels.body_arrived(1, 7)
+    assert room is not None
+    assert channels.room(1, 7, 4) is None
+    channels.body_arrived(1, 7)
+    assert (channels._following, reader.bodies) == ({}, [])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from rack import SMALL, allreduce
 
 from totalreduce.engine import outbox as outbox_module
 from totalreduce.engine.any_receives import AnyReceive, AnyReceives
+from totalreduce.engine.channels import Bodies
 from totalreduce.engine.control import LossNotice
 from totalreduce.engine.counters import Counters
 from totalreduce.engine.early import EarlyFrames
@@ -17,7 +19,7 @@ from totalreduce.engine.floating import FloatingStore
 from totalreduce.engine.members import Members
 from totalreduce.engine.names import NameTable
 from totalreduce.engine.operation import Operation, State
-from totalreduce.engine.outbox import Outbox, QueuedMessage
+from totalreduce.engine.outbox import BODY_BYTES, Outbox, QueuedMessage
 from totalreduce.engine.planner import Planner
 from totalreduce.engine.rendezvous import Rendezvous
 from totalreduce.engine.scratch import ScratchPool
@@ -123,6 +125,77 @@ def test_bulk_is_queued_apart_and_control_frames_are_not() -> None:
     assert list(dict.fromkeys(leave(bulk=True))) == [large, urgent]
     assert list(dict.fromkeys(leave(bulk=False))) == [None, small]
     assert engine.outbox.ready == engine.outbox.bulk_ready == set()
+
+
+def kinds_that_leave(engine: Engine, peer: int) -> str:
+    """Return a letter for each message: control frame, channel message, body of one, data."""
+    letters = {Frame.CHANNEL: "m", Frame.CHANNEL_BODY: "b", Frame.DATA: "d"}
+    found = ""
+    while (message := engine.next_message(peer, 0.0)) is not None:
+        found += letters.get(Header.unpack(message.header).frame, "c")
+        engine.message_sent(message, 0.0)
+    return found
+
+
+def test_channel_messages_with_bodies_leave_in_order_and_bodies_in_turn_with_data() -> None:
+    engine = Engine(1, 2, EngineConfig(schedules={OpKind.ALLREDUCE: "star"}))  # rank 0 adds
+    sent: list[str] = []
+    body = memoryview(bytes(BODY_BYTES + 10))
+
+    def post(name: str, *bodies: memoryview) -> None:
+        engine.channels.post_with_bodies(0, 7, name.encode(), bodies, lambda: sent.append(name))
+
+    post("small")
+    post("large", body, body[:100])
+    post("last", body[:5])
+    engine.channels.post(0, 8, b"urgent")
+    assert kinds_that_leave(engine, 0) == "m" + "m" + "mbbb" + "mb"  # the urgent one first
+    assert sent == ["small", "large", "last"]
+    for number in range(3):
+        engine.submit(Submission(f"{number}", allreduce(4), [memoryview(bytearray(32))]), 0.0)
+    post("beside data", body[:7], body[:8], body[:9])
+    post("small")
+    found = kinds_that_leave(engine, 0).replace("c", "")
+    assert found in ("mdbdbdbm", "mbdbdbdm")
+    assert engine.outbox.ready == set()
+
+
+def test_what_waits_in_channels_leaves_before_the_farewell() -> None:
+    engine = Engine(0, 2, EngineConfig())
+    engine.channels.post_with_bodies(1, 7, b"goodbye", [memoryview(b"body")])
+    engine.close(0.0, tell=[1])
+    frames = []
+    while (message := engine.next_message(1, 0.0)) is not None:
+        frames.append(Header.unpack(message.header).frame)
+    assert frames == [Frame.CHANNEL, Frame.CHANNEL_BODY, Frame.GOODBYE]
+
+
+def test_bodies_of_channel_messages_arrive_in_their_memory() -> None:
+    """From one engine into another one, in frames of at most a segment."""
+    source, target = (Engine(rank, 2, EngineConfig()) for rank in range(2))
+    rng = np.random.default_rng(3)
+    bodies = [rng.integers(0, 256, length, np.uint8) for length in (2 * BODY_BYTES + 3, 17)]
+    memory = [np.zeros_like(body) for body in bodies]
+    arrived: list[int] = []
+
+    class Reader:
+        def receive(self, peer, message, now):
+            assert (peer, message) == (0, b"two bodies")
+            return Bodies([each.data for each in memory], lambda: arrived.append(peer))
+
+    target.channels.open(7, Reader(), 0.0)
+    source.channels.post_with_bodies(1, 7, b"two bodies", [body.data for body in bodies])
+    count = 0
+    while (message := source.next_message(1, 0.0)) is not None:
+        delivery = target.accept(0, Header.unpack(message.header), 0.0)
+        delivery.view[:] = message.body
+        assert arrived == []
+        target.delivered(delivery, 0.0)
+        count += 1
+    assert (count, arrived) == (5, [0])
+    for got, body in zip(memory, bodies, strict=True):
+        np.testing.assert_array_equal(got, body)
+    assert target.counters.received_from[0] == 5 * 64 + sum(map(len, bodies)) + len(b"two bodies")
 
 
 @pytest.mark.parametrize(("elements", "is_bulk"), [(8, False), (9, True)])

@@ -302,15 +302,15 @@ def test_a_process_in_place_of_a_worker_that_had_finished_changes_nothing() -> N
     assert not out.any()
 
 
-@pytest.mark.parametrize(("num_shards", "of_each"), [(1, 8), (4, 2), (8, 1), (16, 1)])
+@pytest.mark.parametrize(("num_shards", "of_each"), [(1, 16), (4, 4), (8, 2), (16, 1), (32, 1)])
 def test_shards_have_equal_shares_of_the_bytes_under_way(num_shards: int, of_each: int) -> None:
     spec = Spec(1 << 24, 1, np.dtype(np.float32))
     client = Client(0, Layout(spec.num_keys, range(num_shards)), spec, dict.fromkeys(range(num_shards), 0))
     client.on_range(Kind.PULL, 0, spec.num_keys, None, np.empty(spec.num_keys, np.float32))
     sent = Counter(message.header.shard for _, message in client.outgoing())
-    # 64 MiB in all are asked for, in requests of 1 MiB; 8 MiB are under way, and at least one request to each shard.
+    # 64 MiB in all are asked for, in requests of 512 KiB; 8 MiB are under way, and at least one request to each shard.
     assert sent == dict.fromkeys(range(num_shards), of_each)
-    assert all(len(lane.unsent) == 64 // num_shards - of_each for lane in client._lanes.values())
+    assert all(len(lane.unsent) == 128 // num_shards - of_each for lane in client._lanes.values())
 
 
 @pytest.mark.parametrize("steps_are_atomic", [False, True])
@@ -331,7 +331,7 @@ def test_the_last_shard_has_all_bytes_under_way(steps_are_atomic: bool) -> None:
                 values = values[: client._lanes[0].unanswered[header.number].places.count]
                 answer = Header(Kind.DONE, shard=0, number=header.number, value_bytes=values.nbytes)
                 client.answer(0, Message(answer, None, values))
-    assert under_way == {0: 32, 1: 8}
+    assert under_way == {0: 64, 1: 16}
 
 
 # ----------------------------------------------------------------------------------------------------------- snapshots

@@ -1,18 +1,24 @@
-"""Channels: small messages between ranks, for protocols beside the engine such as the agreement on an order.
+"""Channels: messages between ranks, for protocols beside the engine such as the agreement on an order.
 
 A message travels in control frames that follow each other directly. Messages for a channel that is not open here yet
 are kept. For every peer there is a bound on its unfinished message, and on its messages for channels that are not open.
+
+Large bodies may follow a message. They leave from the sender's memory, and are received into memory that the receiving
+protocol has named when it has read the message.
 """
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol, final
 
 from totalreduce.engine.members import Members
 from totalreduce.engine.outbox import Outbox
 from totalreduce.foundation.errors import ProtocolError, TotalReduceError
 
-__all__ = ["Channel", "Channels"]
+__all__ = ["Bodies", "Channel", "Channels"]
 
 #: The longest message, in bytes.
 _MESSAGE_BYTES_MAX: Final = 8 * 1024 * 1024
@@ -22,14 +28,30 @@ _EARLY_BYTES_MAX: Final = 1024 * 1024
 _MESSAGE_COST: Final = 512
 
 
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Bodies:
+    """Where the bodies go that follow a message.
+
+    Attributes:
+        views: Memory of bytes, one for each body, not empty.
+        arrived: Called under the engine's lock when all bodies have come.
+    """
+
+    views: Sequence[memoryview]
+    arrived: Callable[[], object]
+
+
 class Channel(Protocol):
     """A protocol's end of a channel.
 
     The methods are called under the engine's lock. They return quickly and submit nothing.
     """
 
-    def receive(self, peer: int, message: bytes, now: float) -> None:
-        """Handle a complete message of a peer. The messages of one peer come in order.
+    def receive(self, peer: int, message: bytes, now: float) -> Bodies | None:
+        """Handle a complete message of a peer; return where the bodies go that follow it, ``None`` without bodies.
+
+        The messages of one peer come in order, each behind the bodies of the one before.
 
         Raises:
             ProtocolError: No correct peer sends this message.
@@ -48,6 +70,22 @@ class Channel(Protocol):
         """Act at the time that ``next_due`` has returned."""
 
 
+@final
+@dataclass(slots=True, eq=False)
+class _Following:
+    """Bodies of a peer that have not arrived.
+
+    Attributes:
+        number: The channel.
+        views: The memory that no part of a body has been given.
+        arrived: See ``Bodies``.
+    """
+
+    number: int
+    views: deque[memoryview]
+    arrived: Callable[[], object]
+
+
 class Channels:
     """The channels of one rank, and the messages that arrive for them."""
 
@@ -57,6 +95,8 @@ class Channels:
         self._open: dict[int, Channel] = {}
         #: By peer: the channel and the pieces of a message whose last piece has not arrived.
         self._partial: dict[int, tuple[int, bytearray]] = {}
+        #: By peer: the bodies that have not arrived.
+        self._following: dict[int, _Following] = {}
         self._early: dict[int, list[tuple[int, bytes]]] = {}
         self._early_bytes: dict[int, int] = {}
         self._closed: set[int] = set()
@@ -74,12 +114,13 @@ class Channels:
         self._open[number] = channel
         for peer, message in self._early.pop(number, ()):
             self._early_bytes[peer] -= len(message) + _MESSAGE_COST
-            channel.receive(peer, message, now)
+            self._give(channel, number, peer, message, now)
 
     def close(self, number: int) -> None:
         """Close a channel. Messages that arrive for it later are dropped."""
         self._open.pop(number, None)
         self._closed.add(number)
+        self._following = {peer: entry for peer, entry in self._following.items() if entry.number != number}
 
     def post(self, peer: int, number: int, message: bytes) -> None:
         """Send a message through a channel. It leaves before all data.
@@ -89,6 +130,48 @@ class Channels:
         members = self._members
         if not members.closed and members.lost is None and peer not in members.departed:
             self._outbox.channel_message(peer, number, message)
+
+    def post_with_bodies(
+        self,
+        peer: int,
+        number: int,
+        message: bytes,
+        bodies: Sequence[memoryview],
+        on_sent: Callable[[], None] | None = None,
+    ) -> None:
+        """Send a message through a channel, and the bodies that follow it; the arguments as of ``channel_stream``.
+
+        The messages that are sent to one peer in this way come in order, whether they have bodies or not. They may be
+        overtaken by those of ``post``. Nothing is sent to a rank that has left, nor after the group has ended.
+        """
+        members = self._members
+        if not members.closed and members.lost is None and peer not in members.departed:
+            self._outbox.channel_stream(peer, number, message, bodies, on_sent)
+
+    def room(self, peer: int, number: int, num_bytes: int) -> memoryview | None:
+        """Return the memory for the next bytes of a body; ``None``: the channel was closed, so they are forgotten.
+
+        Raises:
+            ProtocolError: No body of this channel follows, or it has fewer bytes.
+        """
+        if number in self._closed:
+            return None
+        following = self._following.get(peer)
+        if following is None or following.number != number or not 0 < num_bytes <= len(following.views[0]):
+            raise ProtocolError(f"rank {peer} sends {num_bytes} bytes of a body that no message has announced")
+        view = following.views[0]
+        if num_bytes == len(view):
+            following.views.popleft()
+        else:
+            following.views[0] = view[num_bytes:]
+        return view[:num_bytes]
+
+    def body_arrived(self, peer: int, number: int) -> None:
+        """Note that bytes of a body have arrived, for which ``room`` was called."""
+        following = self._following.get(peer)
+        if following is not None and following.number == number and not following.views:
+            del self._following[peer]
+            following.arrived()
 
     def arrived(self, peer: int, number: int, piece: bytes, *, last: bool, now: float) -> None:
         """Handle a piece of a message.
@@ -119,10 +202,20 @@ class Channels:
             return
         whole = piece if message is None else bytes(message)
         if channel is not None:
-            channel.receive(peer, whole, now)
+            self._give(channel, number, peer, whole, now)
         else:
             self._early_bytes[peer] = early_bytes
             self._early.setdefault(number, []).append((peer, whole))
+
+    def _give(self, channel: Channel, number: int, peer: int, message: bytes, now: float) -> None:
+        following = self._following.get(peer)
+        bodies = None
+        if following is None or following.number != number:  # messages of other channels may overtake bodies
+            bodies = channel.receive(peer, message, now)
+        if following is None and bodies is not None:
+            self._following[peer] = _Following(number, deque(bodies.views), bodies.arrived)
+        elif bodies is not None or (following is not None and following.number == number):
+            raise ProtocolError(f"rank {peer} sends a message before the bodies that follow an earlier one")
 
     def fail(self, error: TotalReduceError, now: float) -> None:
         """Tell every open channel."""
@@ -136,9 +229,12 @@ class Channels:
 
     def next_due(self) -> float | None:
         """Return the earliest time at which an open channel has to act."""
-        if not self._open:
-            return None
-        return min((due for channel in self._open.values() if (due := channel.next_due()) is not None), default=None)
+        earliest = None
+        for channel in self._open.values():  # in each round of the thread that moves messages, so without a generator
+            due = channel.next_due()
+            if due is not None and (earliest is None or due < earliest):
+                earliest = due
+        return earliest
 
     def tick(self, now: float) -> None:
         """Tell the open channels that are due."""

@@ -386,6 +386,8 @@ class Engine:
             if peer in outbox.control_waits and not bulk:
                 self.counters.control_sent += 1
                 return outbox.take_control(peer)
+            if not bulk and (message := outbox.take_stream(peer, competes=bool(queue))) is not None:
+                return message
             queued = queue.pop() if queue is not None else None
             if queued is None:
                 (outbox.bulk_ready if bulk else outbox.ready).discard(peer)
@@ -401,6 +403,8 @@ class Engine:
         num_bytes = len(message.body) if message.body is not None else 0
         self.counters.bytes_sent += HEADER_BYTES + num_bytes
         self.counters.sent_to[message.peer] += HEADER_BYTES + num_bytes
+        if message.on_sent is not None:
+            message.on_sent()
         queued = message.queued
         if queued is None:
             return
@@ -440,6 +444,8 @@ class Engine:
         reception = self.reception
         if header.epoch != self.outbox.epoch:
             return reception.sink(peer, header, of_this_epoch=False)
+        if header.frame is Frame.CHANNEL_BODY:
+            return reception.channel_body(peer, header, self.channels.room(peer, header.operation, header.body_bytes))
         if header.frame is not Frame.DATA:
             return reception.control(peer, header)
         operation = self.table.active.get((header.operation, header.iteration))
@@ -475,6 +481,9 @@ class Engine:
         self.counters.bytes_received += HEADER_BYTES + header.body_bytes
         self.counters.received_from[peer] += HEADER_BYTES + header.body_bytes
         if header.epoch != self.outbox.epoch:
+            return
+        if header.frame is Frame.CHANNEL_BODY:
+            self.channels.body_arrived(peer, header.operation)
             return
         if header.frame is not Frame.DATA:
             self._on_control(peer, header, bytes(delivery.view), now)

@@ -1,7 +1,8 @@
 """Everything that waits to leave this rank, by peer: control frames, answers to the peer's frames, and data messages.
 
 A transport asks for one message at a time. Control frames leave first, then answers, then data messages, the most
-urgent one first across all operations (``SendQueue``). Preemption needs nothing else: an operation that becomes urgent
+urgent one first across all operations (``SendQueue``). Messages of channels that have bodies leave in order, and their
+bodies in turn with data messages. Preemption needs nothing else: an operation that becomes urgent
 while a segment is leaving has the next message. Against starvation, the oldest message leaves after
 ``starvation_limit`` messages that have overtaken it (oneCCL does the same every 4,096 polls).
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,7 +25,7 @@ from totalreduce.foundation.errors import ProtocolError
 from totalreduce.foundation.header import Flag, Frame, Header
 from totalreduce.schedules.actions import Send
 
-__all__ = ["NO_KEY", "PIECE_BYTES", "Outbox", "OutgoingMessage", "QueuedMessage", "SendQueue", "pieces"]
+__all__ = ["BODY_BYTES", "NO_KEY", "PIECE_BYTES", "Outbox", "OutgoingMessage", "QueuedMessage", "SendQueue", "pieces"]
 
 #: The key of control frames that are about no operation.
 NO_KEY = (0, 0)
@@ -35,7 +36,9 @@ _CHANNEL_FRAMES_MAX = 1024
 
 #: A longer channel message travels in several frames.
 PIECE_BYTES: Final = 16 * 1024
-_CHANNEL = int(Frame.CHANNEL)
+#: A longer body of a channel message travels in several frames. As long as the longest segments of operations.
+BODY_BYTES: Final = 1024 * 1024
+_CHANNEL, _CHANNEL_BODY = int(Frame.CHANNEL), int(Frame.CHANNEL_BODY)
 #: The heap may hold as many entries of messages that have left as of messages that wait, and this number more.
 _STALE_MAX = 256
 
@@ -152,6 +155,7 @@ class OutgoingMessage:
         body: The bytes of the body, or ``None`` for a frame without one.
         queued: The data message, or ``None`` for a control frame.
         share_key: Equal for messages that carry the same bytes to several peers.
+        on_sent: Called under the engine's lock when the message has left and its memory is free.
     """
 
     peer: int
@@ -159,6 +163,7 @@ class OutgoingMessage:
     body: memoryview | None
     queued: QueuedMessage | None = None
     share_key: Hashable = None
+    on_sent: Callable[[], None] | None = None
 
 
 #: Takes a peer and the key of an operation, at the moment at which the answer leaves; returns its key and its body.
@@ -193,6 +198,8 @@ class Outbox:
         "_channel_frames",
         "_config",
         "_controls",
+        "_gives_way",
+        "_streams",
         "bulk_peers",
         "bulk_queues",
         "bulk_ready",
@@ -209,6 +216,8 @@ class Outbox:
         self.writers: dict[Frame, AnswerWriter] = {}
         self._controls: dict[int, deque[OutgoingMessage]] = {}
         self._channel_frames: dict[int, int] = {}  #: By peer: how many of its control frames carry channel messages.
+        self._streams: dict[int, deque[OutgoingMessage]] = {}  #: By peer: channel messages that have bodies.
+        self._gives_way: set[int] = set()  #: Peers for which it is the turn of a data message, not of a body.
         self._answers: dict[int, dict[tuple[Frame, _Key], None]] = {}
         self.bulk_peers: frozenset[int] = frozenset()
         self.queues: dict[int, SendQueue] = {}
@@ -238,6 +247,53 @@ class Outbox:
             self.control(peer, Frame.CHANNEL, key=(channel, 0), body=piece, step=int(last))
             self._channel_frames[peer] = self._channel_frames.get(peer, 0) + 1
 
+    def channel_stream(
+        self,
+        peer: int,
+        channel: int,
+        message: bytes,
+        bodies: Sequence[memoryview],
+        on_sent: Callable[[], None] | None,
+    ) -> None:
+        """Queue a message of a channel and the bodies that follow it. Such messages leave in the order of these calls.
+
+        Args:
+            peer: The rank that receives it.
+            channel: The number of the channel.
+            message: At most ``PIECE_BYTES`` long, so that no other channel's message can come between two pieces of it.
+            bodies: Of bytes. They are read when they leave.
+            on_sent: See ``OutgoingMessage``; of the last body.
+        """
+        assert len(message) <= PIECE_BYTES
+        stream = self._streams.setdefault(peer, deque())
+        stream.append(self._frame(peer, Frame.CHANNEL, (channel, 0), message, step=1))
+        self._channel_frames[peer] = self._channel_frames.get(peer, 0) + 1
+        for body in bodies:
+            for begin in range(0, len(body), BODY_BYTES):
+                part = body[begin : begin + BODY_BYTES]
+                stream.append(self._frame(peer, Frame.CHANNEL_BODY, (channel, 0), part))
+        stream[-1].on_sent = on_sent
+        self.ready.add(peer)
+
+    def take_stream(self, peer: int, *, competes: bool) -> OutgoingMessage | None:
+        """Take the next frame of channel messages that have bodies; ``None``: there is none, or data goes first.
+
+        Args:
+            peer: The rank that receives it.
+            competes: Whether a data message waits for the peer. It takes turns with bodies.
+        """
+        stream = self._streams.get(peer)
+        if not stream:
+            return None
+        if stream[0].header[3] == _CHANNEL:
+            self._channel_frames[peer] -= 1
+        elif competes and peer in self._gives_way:
+            self._gives_way.discard(peer)
+            return None
+        else:
+            self._gives_way.add(peer)
+        return stream.popleft()
+
     def check_reads(self, peer: int) -> None:
         """Refuse a peer that sends channel messages and does not read those that are sent to it.
 
@@ -262,9 +318,11 @@ class Outbox:
         self.ready.add(peer)
 
     def write_answers(self, peer: int) -> None:
-        """Turn the answers that wait for a peer into control frames, so that a farewell can follow them."""
+        """Turn what waits for a peer, besides data, into control frames, so that a farewell can follow it."""
+        controls = self._controls.setdefault(peer, deque())
+        controls.extend(self._streams.pop(peer, ()))
         while self._answers.get(peer):
-            self._controls.setdefault(peer, deque()).append(self._next_answer(peer))
+            controls.append(self._next_answer(peer))
 
     def take_control(self, peer: int) -> OutgoingMessage:
         """Take the next control frame or answer for a peer of ``control_waits``."""
@@ -352,7 +410,7 @@ class Outbox:
         return self._frame(peer, frame, key, body)
 
     def _frame(
-        self, peer: int, frame: Frame, key: _Key, body: bytes, signature: bytes = bytes(24), step: int = 0
+        self, peer: int, frame: Frame, key: _Key, body: bytes | memoryview, signature: bytes = bytes(24), step: int = 0
     ) -> OutgoingMessage:
         header = Header(frame, self.epoch, key[0], key[1], step=step, body_bytes=len(body), signature=signature)
         return OutgoingMessage(peer, header.pack(), memoryview(body) if body else None)

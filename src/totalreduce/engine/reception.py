@@ -2,6 +2,7 @@
 
 A body is received into one of these memories. The first that is possible is taken:
 
+* the memory that a channel has named, if the body follows a message of a channel;
 * the result itself, if the message replaces bytes that nothing else needs before;
 * memory of the transport, which the transport lends (``Lease``), so that nothing is copied;
 * memory of its own, if the message must wait for one of another peer: scratch memory that is full of such messages
@@ -21,6 +22,7 @@ from totalreduce.engine.counters import Counters
 from totalreduce.engine.floating import FloatingMessage, FloatingStore, floating_cost
 from totalreduce.engine.layout import Region
 from totalreduce.engine.operation import Arrival, Lane, Operation
+from totalreduce.engine.outbox import BODY_BYTES
 from totalreduce.engine.scratch import ScratchPool
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.errors import ProtocolError
@@ -93,6 +95,17 @@ class Reception:
         if header.body_bytes > CONTROL_BYTES_MAX:
             raise ProtocolError(f"a control frame of {header.body_bytes} bytes from rank {peer}")
         return self._begin(Delivery(peer, header, memoryview(bytearray(header.body_bytes))))
+
+    def channel_body(self, peer: int, header: Header, room: memoryview | None) -> Delivery:
+        """Take a part of a body that follows a message of a channel; ``room``: its memory; ``None``: it is forgotten.
+
+        Raises:
+            ProtocolError: It is forgotten, and too long.
+        """
+        if room is None and header.body_bytes > BODY_BYTES:
+            raise ProtocolError(f"a part of a body of {header.body_bytes} bytes from rank {peer}")
+        view = memoryview(bytearray(header.body_bytes)) if room is None else room
+        return self._begin(Delivery(peer, header, view))
 
     def sink(self, peer: int, header: Header, *, of_this_epoch: bool = True) -> Delivery:
         """Read a body and forget it: its epoch is over, or its operation has failed.

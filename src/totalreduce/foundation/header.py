@@ -76,6 +76,7 @@ class Frame(enum.IntEnum):
     DESCRIBE = 10  # "this operation id is called so, and this is what I submit under it"
     REQUEST = 11  # "I hold messages of this operation: say when you have submitted it"
     CHANNEL = 12  # a message of a protocol beside the engine; step 1: its last piece
+    CHANNEL_BODY = 13  # a part of the bodies that follow such a message, for memory that its receiver knows
 
 
 class Flag:
@@ -144,7 +145,7 @@ class Header:
         )
         if magic != MAGIC or version != VERSION:
             raise ProtocolError(f"not a totalreduce header: magic {magic:#06x}, version {version}")
-        if not Frame.DATA <= frame <= Frame.CHANNEL:
+        if frame not in _FRAMES:
             raise ProtocolError(f"unknown frame {frame}")
         return cls(_FRAMES[frame], epoch, op, iteration, lane, step, flags, body, signature, priority)
 

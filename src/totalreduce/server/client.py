@@ -115,7 +115,7 @@ class _Request:
     #: The message with its list of keys. It is made at the first send. When the server knows the list, a copy with the
     #: digest alone is sent.
     message: Message | None = None
-    is_lent: bool = False  #: Whether an answer is received into ``out``. A second answer must not be.
+    is_lent: bool = False  #: Whether an answer may be received into ``out``. A second one must not be.
     is_withdrawn: bool = False  #: Whether ``withdraw`` has undone what its code has changed in the residual.
 
     @property
@@ -552,17 +552,6 @@ class Client:
         lane = self._lanes[shard]
         self._again += [(lane.server, self._as_sent(lane, request)) for request in lane.unanswered.values()]
 
-    def room_for(self, server: int, header: Header) -> Array | None:
-        """Return the caller's memory for the values of an answer, once; ``None`` if there is none in one piece."""
-        lane = self._lane(server, header)
-        request = None if lane is None else lane.unanswered.get(header.number)
-        if header.kind is not Kind.DONE or request is None or request.out is None or request.is_lent:
-            return None
-        assert request.places is not None
-        memory = request.places.memory(request.out)
-        request.is_lent = memory is not None and memory.nbytes == header.value_bytes
-        return memory if request.is_lent else None
-
     def answer(self, server: int, message: Message) -> bool:
         """Take in an answer of a server. One to a request that was answered before is ignored.
 
@@ -699,17 +688,20 @@ class Client:
 
     def _as_sent(self, lane: _Lane, request: _Request) -> Message:
         """Return the message of a request: with a digest for a list of keys that the server knows."""
-        message = request.message
+        message, room = request.message, None
         assert message is not None
+        if request.out is not None and not request.is_lent:
+            assert request.places is not None
+            room, request.is_lent = request.places.memory(request.out), True
         header = message.header
         if header.form is not Form.LIST:
-            return message
+            return replace(message, room=room)
         if lane.lists.get(header.digest):
             self.lists["digest"] += 1
-            return Message(replace(header, form=Form.DIGEST), None, message.values)
+            return Message(replace(header, form=Form.DIGEST), None, message.values, room)
         self.lists["list"] += 1
         lane.lists.put(header.digest, True, list_bytes(header.end))
-        return message
+        return replace(message, room=room)
 
     def _refused(self, request: _Request, error: RefusedError) -> None:
         call, message = request.call, request.message

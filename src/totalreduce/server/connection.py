@@ -32,11 +32,10 @@ from totalreduce.foundation.errors import (
     TotalReduceError,
 )
 from totalreduce.foundation.forking import HomeProcess
-from totalreduce.kernels.arrays import Array
 from totalreduce.recovery.forming import ended_early
 from totalreduce.server.arguments import Keys, Values, array_of, keys_of, readable
 from totalreduce.server.client import PLAIN, Call, Client, Manner
-from totalreduce.server.messages import Header, Kind, Message, Spec
+from totalreduce.server.messages import Kind, Message, Spec
 from totalreduce.server.messenger import Messenger
 from totalreduce.server.renewal import Epoch, Renewal
 from totalreduce.server.saving import Origin, describe_snapshot
@@ -142,7 +141,7 @@ class Connection:
             server: What this rank serves.
             spec: Of the table.
             rank: This rank.
-            incoming_max: The largest number of messages of one rank of which a part has not come.
+            incoming_max: The largest number of messages of one rank that are not handled.
             timeout_s: Deadline of waits that name none.
             origin: Where the values come from.
             check_rate: Raises ``ConfigurationError`` if a push cannot have a learning rate.
@@ -175,7 +174,6 @@ class Connection:
             is_renewed=self._renewal is not None,
             post=partial(self._post, self._renewals),
             handle=self._handle,
-            room_for=self._room_for,
             may_leave=self._may_leave,
             fail=self._fail,
         )
@@ -227,8 +225,7 @@ class Connection:
 
         Raises:
             ConfigurationError: The arrays are not like that, or have values that the codec cannot encode; or the filter
-                would have a part in what is held. Nothing is sent. So with all calls. Or another operation uses the
-                memory: then the connection has failed.
+                would have a part in what is held. Nothing is sent. So with all calls.
             PeerLost: A rank was lost.
             GroupClosed: The connection or the group was closed.
         """
@@ -562,10 +559,6 @@ class Connection:
             self._events.put(partial(self._end, failure))  # wakes the thread
             self._end(failure)
             raise
-
-    def _room_for(self, source: int, header: Header) -> Array | None:
-        with self._lock:
-            return self._client.room_for(source, header)
 
     def _may_leave(self, source: int) -> bool:
         with self._lock:

@@ -1,6 +1,6 @@
 """What workers and servers send to each other: a header, and with some messages keys and values.
 
-Keys and values travel in messages of their own, whose sizes follow from the header. So a receiver knows them before it
+Keys and values may follow their header, which says their sizes. So a receiver knows them before it
 takes memory, and has compared them with the largest sizes that there are. Nothing is pickled.
 """
 
@@ -10,8 +10,9 @@ import hashlib
 import math
 import struct
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import Any, Final, Generic, TypeVar, final
 
 import numpy as np
@@ -37,9 +38,12 @@ __all__ = [
     "mark_of",
 ]
 
-_VERSION: Final = 4
-#: A request and an answer have at most so many bytes of keys, and of values.
-_PIECE_BYTES_MAX: Final = 1024 * 1024
+_VERSION: Final = 5
+#: A request and an answer have at most so many bytes of keys, and of values, unless one key has more. A server answers
+#: when a request has come as a whole, but small requests cost more processor time. Measured: push_pull of 64 MiB by 4
+#: workers and 4 servers in eight processes on two cores. At 250 Mbit/s: 2.57 s by 1 MiB, 2.42 s by 512 and by 256 KiB;
+#: at 1 Gbit/s: 0.70 to 0.83 s by 1 MiB and by 512 KiB, 0.88 to 1.0 s by 256 KiB.
+_PIECE_BYTES_MAX: Final = 512 * 1024
 #: In place of a learning rate: that of the optimizer.
 NO_RATE: Final = -1.0
 #: The number of requests of a worker that a server may have to answer.
@@ -161,11 +165,13 @@ class Message:
         header: The header.
         keys: The list of keys, if there is one.
         values: One-dimensional: values of the table's type; or uint8: code, text or list of workers. ``None``: nothing.
+        room: Of a request that is to be sent: one-dimensional memory for the values of the answer, if there is some.
     """
 
     header: Header
     keys: Array | None = None
     values: Array | None = None
+    room: Array | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -193,17 +199,17 @@ class Spec:
     codec: Codec | None = None
     table: int = 0
 
-    @property
+    @cached_property
     def key_dtype(self) -> np.dtype[Any]:
         """The type of the keys in messages."""
         return np.dtype(np.int32 if self.num_keys <= 1 << 31 else np.int64)
 
-    @property
+    @cached_property
     def keys_max(self) -> int:
         """The number of keys that a request may be about."""
         return max(1, _PIECE_BYTES_MAX // max(self.width * self.dtype.itemsize, self.key_dtype.itemsize))
 
-    @property
+    @cached_property
     def value_bytes_max(self) -> int:
         """The largest size of values, code, text or list of workers, in bytes."""
         count = self.keys_max * self.width
@@ -239,7 +245,7 @@ class Spec:
         """
         if len(data) != HEADER.size:
             raise ProtocolError(f"a header has {len(data)} bytes where {HEADER.size} are expected")
-        version, kind_number, form_number, flags, table, *numbers = HEADER.unpack(data)
+        version, kind_number, form_number, flags, table, *fields = HEADER.unpack(data)
         if version != _VERSION:
             raise ProtocolError(f"a message of version {version} where version {_VERSION} is expected")
         if table != self.table:
@@ -252,7 +258,8 @@ class Spec:
             raise ProtocolError(f"a message of an unknown kind or form: {error}") from None
         if flags & ~(_CODED | _HELD):
             raise ProtocolError(f"a header with the flags {flags:#x}")
-        header = replace(Header(kind, form, *numbers), is_coded=bool(flags & _CODED), is_held=bool(flags & _HELD))
+        fields += (bool(flags & _CODED), bool(flags & _HELD))
+        header = Header(kind, form, *fields)
         self._check(header)
         return header
 
