@@ -7,6 +7,7 @@ import io
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from optimizer_cases import Net, all_equal, batches, flat, loss_of, repeat_until_done, shard
@@ -15,7 +16,7 @@ from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, PeerLost
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.optimizer import DistributedOptimizer
-from totalreduce.pytorch.served_steps import shares_of
+from totalreduce.pytorch.served_steps import Part, shares_of
 from totalreduce.strategies.served import Async, Eager, Quorum, ServedStrategy, SoftSync, StaleSynchronous
 from totalreduce.testing import run_ranks
 
@@ -244,14 +245,101 @@ def test_more_ranks_than_parameters() -> None:
     assert run_ranks(3, body) == [9.0] * 3
 
 
-def test_shares_are_of_about_the_same_size() -> None:
-    assert shares_of([10, 1, 9, 5, 5], 2) == [[0, 4], [1, 2, 3]]
-    assert shares_of([4], 3) == [[0], [], []]
+def tensors_of(shares: list[list[Part]]) -> list[list[int]]:
+    return [[part.tensor for part in share] for share in shares]
+
+
+@pytest.mark.parametrize("cuts", [False, True])
+def test_shares_are_of_about_the_same_size(cuts: bool) -> None:
+    """Small tensors are not cut."""
+    assert tensors_of(shares_of([10, 1, 9, 5, 5], 2, cuts=cuts)) == [[0, 4], [1, 2, 3]]
+    assert shares_of([4], 3, cuts=cuts) == [[Part(0, 0, 4)], [], []]
+    assert shares_of([0, 3], 1, cuts=cuts) == [[Part(0, 0, 0), Part(1, 0, 3)]]
     sizes = list(range(1, 30))
-    shares = shares_of(sizes, 4)
-    assert sorted(tensor for share in shares for tensor in share) == list(range(29))
-    totals = [sum(sizes[tensor] for tensor in share) for share in shares]
+    shares = shares_of(sizes, 4, cuts=cuts)
+    assert sorted(part for share in shares for part in share) == [Part(n, 0, size) for n, size in enumerate(sizes)]
+    totals = [sum(part.size for part in share) for share in shares]
     assert max(totals) - min(totals) <= 4
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
+def test_large_tensors_are_cut_into_shares_of_the_same_size(count: int) -> None:
+    sizes = [1000, 4_000_000, 20_000, 7, 800_000]
+    shares = shares_of(sizes, count, cuts=True)
+    covered = [np.zeros(size, int) for size in sizes]
+    for part in (part for share in shares for part in share):
+        covered[part.tensor][part.begin : part.end] += 1
+    assert all((each == 1).all() for each in covered)
+    totals = [sum(part.size for part in share) for share in shares]
+    assert max(totals) < 1.35 * sum(sizes) / count
+    assert max(sum(part.size for part in share) for share in shares_of(sizes, count, cuts=False)) >= 4_000_000
+
+
+class Odd(torch.optim.SGD):
+    """A program's own optimizer, which may do anything with a parameter."""
+
+
+class Wide(torch.nn.Module):
+    """A large parameter whose elements lie in another order than those of a contiguous one, and a small one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.large = torch.nn.Parameter(torch.randn(300, 200).t())
+        self.small = torch.nn.Parameter(torch.randn(5))
+        self.unused = torch.nn.Parameter(torch.randn(70_000))
+
+
+KINDS = {
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "Rprop": lambda parameters: torch.optim.Rprop(parameters, lr=0.1),
+    "Odd": lambda parameters: Odd(parameters, lr=0.1, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_optimizer_of_parts_does_what_one_of_whole_parameters_does(kind: str) -> None:
+    """All ranks have the same gradients, and each update is the mean of all; the state goes through a new optimizer."""
+    steps = 6
+
+    def gradients(model: Wide, step: int) -> None:
+        generator = torch.Generator().manual_seed(step)
+        model.large.grad = torch.randn(200, 300, generator=generator)
+        model.small.grad = torch.randn(5, generator=generator)
+
+    alone = Wide()
+    expected = KINDS[kind](alone.parameters())
+    for step in range(steps):
+        gradients(alone, step)
+        expected.step()
+
+    def body(group: Group) -> tuple[list[torch.Tensor], dict, int]:
+        model, state = Wide(), None
+        for begin in (0, steps // 2):  # the second half by an optimizer that begins with the state of the first one
+            inner = KINDS[kind](model.parameters())
+            optimizer = DistributedOptimizer(inner, model, group=group, sync=Quorum(n=2, grace_s=20.0))
+            if state is not None:
+                optimizer.local_steps.load_state(state)
+            for step in range(begin, begin + steps // 2):
+                gradients(model, step)
+                optimizer.step()
+            optimizer.local_steps.finish()
+            state = optimizer.local_steps.state()
+            parts = sum(len(share) for share in optimizer.local_steps._shares)
+            optimizer.close()
+        return [parameter.detach().clone() for parameter in model.parameters()], state["optimizer"], parts
+
+    for parameters, state, parts in run_ranks(3, body):
+        assert parts == (3 if kind == "Odd" else 5)
+        for found, parameter in zip(parameters, alone.parameters(), strict=True):
+            torch.testing.assert_close(found, parameter.detach(), rtol=1e-5, atol=1e-6)
+        assert sorted(state) == [0, 1]  # the other one had no gradient
+        for number, parameter in enumerate((alone.large, alone.small)):
+            for key, value in expected.state[parameter].items():
+                if isinstance(value, torch.Tensor):
+                    assert state[number][key].shape == value.shape
+                    torch.testing.assert_close(state[number][key], value, rtol=1e-5, atol=1e-6, check_stride=False)
 
 
 def test_an_impossible_bound_is_refused_on_every_rank() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -69,11 +69,15 @@ class ModelReplica:
         parts = parts_of_range(self._sizes, begin, end)
         return self._flat([self._parameters[tensor].detach().reshape(-1)[first:last] for tensor, first, last in parts])
 
-    @torch.no_grad()
     def write_range(self, begin: int, values: Array) -> None:
         """Set a range of elements."""
+        self.write_parts(parts_of_range(self._sizes, begin, begin + values.size), values)
+
+    @torch.no_grad()
+    def write_parts(self, parts: Iterable[tuple[int, int, int]], values: Array) -> None:
+        """Set parts of parameters: a parameter's number, the first element, and that behind the last one."""
         done = 0
-        for tensor, first, last in parts_of_range(self._sizes, begin, begin + values.size):
+        for tensor, first, last in parts:
             parameter = self._parameters[tensor]
             elements = parameter.reshape(-1)  # a copy where the memory has another order than the elements
             elements[first:last].copy_(torch.from_numpy(values[done : done + last - first]))

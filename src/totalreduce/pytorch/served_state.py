@@ -15,7 +15,7 @@ import torch
 
 from totalreduce.foundation.errors import ConfigurationError
 
-__all__ = ["check_state", "load_entries", "numbers_of", "saved", "state_of"]
+__all__ = ["check_state", "cut", "joined", "load_entries", "numbers_of", "saved", "state_of"]
 
 
 def numbers_of(optimizer: torch.optim.Optimizer) -> dict[torch.nn.Parameter, int]:
@@ -29,6 +29,45 @@ def saved(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
         for key, value in entry.items()
+    }
+
+
+def cut(entry: Mapping[str, Any], shape: torch.Size, begin: int, end: int) -> dict[str, Any]:
+    """Return a copy of the state of a part of a parameter.
+
+    Args:
+        entry: The state of the parameter.
+        shape: Its shape. Tensors of this shape have an element for each one of the parameter.
+        begin: The first element of the part.
+        end: That behind the last one.
+    """
+    return {
+        key: value.reshape(-1)[begin:end].clone()
+        if isinstance(value, torch.Tensor) and value.shape == shape
+        else copy.deepcopy(value)
+        for key, value in entry.items()
+    }
+
+
+def joined(parts: Mapping[int, Mapping[str, Any]], shape: torch.Size) -> dict[str, Any]:
+    """Return the state of a parameter from those of its parts; what is no tensor of their shape is that of the first.
+
+    Args:
+        parts: The states, by the first element of each part. One part alone is the whole parameter.
+        shape: The shape of the parameter.
+    """
+    first, *others = [parts[begin] for begin in sorted(parts)]
+    if not others:
+        return dict(first)
+    begins = [*sorted(parts), shape.numel()]
+    has_elements = {
+        key
+        for key, value in first.items()
+        if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == begins[1] - begins[0]
+    }
+    return {
+        key: torch.cat([each[key] for each in (first, *others)]).view(shape) if key in has_elements else value
+        for key, value in first.items()
     }
 
 

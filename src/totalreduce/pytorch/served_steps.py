@@ -1,13 +1,14 @@
 """The steps of a strategy with servers: each rank is a worker, and the server of a share of the parameters.
 
-The parameters are dealt out whole. A server has its own copy of them, and a torch optimizer of the program's kind. A
-thread receives what workers push and answers; what this rank pushes to its own server needs no message. The messages
-between a worker and a server have one length each, which both know:
+The parameters are dealt out. If the torch optimizer treats each element by itself, large ones are cut. A server has its
+own copy of its parts, and a torch optimizer of the program's kind, for which each part is a parameter. A thread
+receives what workers push and answers; what this rank pushes to its own server needs no message. The messages between
+a worker and a server have one length each, which both know:
 
 * from the worker: a header (its clock, and the version of the parameters that it has used), the learning rates of the
-  optimizer's groups, and the gradient; behind the gradient a one for each parameter that has one, and a zero for the
-  others, so that the sum of gradients tells which parameters the optimizer must leave alone;
-* from the server: a header (the version, and the staleness of the gradient), and the parameters.
+  optimizer's groups, and the gradient; behind the gradient a one for each part that has one, and a zero for the
+  others, so that the sum of gradients tells which parts the optimizer must leave alone;
+* from the server: a header (the version, and the staleness of the gradient), and the values of its parts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, final
+from typing import Any, Final, Literal, NamedTuple, final
 
 import numpy as np
 import torch
@@ -28,14 +29,15 @@ from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededEr
 from totalreduce.foundation.forking import HomeProcess
 from totalreduce.groups.group import Group
 from totalreduce.kernels.arrays import Array
+from totalreduce.pytorch.elementwise import is_elementwise
 from totalreduce.pytorch.replica import ModelReplica, check_equal
-from totalreduce.pytorch.served_state import check_state, load_entries, numbers_of, saved, state_of
+from totalreduce.pytorch.served_state import check_state, cut, joined, load_entries, numbers_of, saved, state_of
 from totalreduce.strategies.served import Answer, Push, ServedStrategy
 from totalreduce.strategies.strategy import Strategy
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.work import Work
 
-__all__ = ["Sent", "ServedSteps", "SynchronousSteps", "observations", "shares_of"]
+__all__ = ["Part", "Sent", "ServedSteps", "SynchronousSteps", "observations", "shares_of"]
 
 #: Of a message to a server: clock and version. A clock of -1: the worker has finished.
 _PUSH = struct.Struct("<qq")
@@ -46,22 +48,83 @@ _PUSHES, _ANSWERS = 0, 1
 _LOOK_S = 0.05
 #: How long the end of the thread is waited for.
 _END_S = 5.0
+#: A tensor of fewer elements is not cut: a message costs more than its bytes.
+_CUT_ELEMENTS_MIN: Final = 16 * 1024
 
 
-def shares_of(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Return the tensors of each share: the largest first, each to the share that is smallest so far."""
-    shares: list[list[int]] = [[] for _ in range(count)]
+class Part(NamedTuple):
+    """A part of a parameter: its elements from ``begin`` to ``end`` - 1, in the order of ``reshape(-1)``.
+
+    Attributes:
+        tensor: The number of the parameter.
+        begin: The first element.
+        end: That behind the last one.
+    """
+
+    tensor: int
+    begin: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return self.end - self.begin
+
+
+def shares_of(sizes: Sequence[int], count: int, *, cuts: bool) -> list[list[Part]]:
+    """Return the parts of each share: the largest part first, each to the share that is smallest so far.
+
+    Args:
+        sizes: The number of elements of each tensor.
+        count: The number of shares.
+        cuts: Cut large tensors, so that shares have about the same size. Otherwise each tensor is one part.
+    """
+    longest = max(_CUT_ELEMENTS_MIN, -(-sum(sizes) // count)) if cuts else max(sizes, default=1)
+    parts = [
+        Part(tensor, begin, min(begin + longest, size))
+        for tensor, size in enumerate(sizes)
+        for begin in range(0, max(1, size), longest)
+    ]
+    shares: list[list[Part]] = [[] for _ in range(count)]
     totals = [0] * count
-    for tensor in sorted(range(len(sizes)), key=lambda tensor: (-sizes[tensor], tensor)):
+    for part in sorted(parts, key=lambda part: (-part.size, part)):
         smallest = totals.index(min(totals))
-        shares[smallest].append(tensor)
-        totals[smallest] += sizes[tensor]
+        shares[smallest].append(part)
+        totals[smallest] += part.size
     return [sorted(share) for share in shares]
 
 
 @final
+class _Twins:
+    """Copies of parts of the program's parameters, which are parameters of another torch optimizer.
+
+    A copy of a whole parameter has its shape, another one is one-dimensional.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], parts: Sequence[Part]) -> None:
+        """Copy these parts of the program's parameters."""
+        self.parts = [(parameters[part.tensor], part) for part in parts]
+        self.copies = [torch.nn.Parameter(self._values(*each).clone()) for each in self.parts]
+
+    def reload(self) -> None:
+        """Take over the present values of the program's parameters."""
+        for each, twin in zip(self.parts, self.copies, strict=True):
+            twin.data.copy_(self._values(*each))
+
+    def of(self, parameter: torch.nn.Parameter) -> list[tuple[Part, torch.nn.Parameter]]:
+        """Return the parts of a parameter, and their copies."""
+        found = zip(self.parts, self.copies, strict=True)
+        return [(part, twin) for (original, part), twin in found if original is parameter]
+
+    @staticmethod
+    def _values(parameter: torch.nn.Parameter, part: Part) -> torch.Tensor:
+        values = parameter.detach()
+        return values if part.size == values.numel() else values.reshape(-1)[part.begin : part.end]
+
+
+@final
 class _Share:
-    """The parameters of which this rank is the server, and their optimizer.
+    """The parts of parameters of which this rank is the server, and their optimizer.
 
     Attributes:
         dtype: The type of gradients and parameters in messages.
@@ -70,40 +133,45 @@ class _Share:
     """
 
     def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], inner: torch.optim.Optimizer, dtype: np.dtype[Any]
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        parts: Sequence[Part],
+        inner: torch.optim.Optimizer,
+        dtype: np.dtype[Any],
     ) -> None:
-        """Copy the parameters; ``inner``: the worker's optimizer."""
-        self._copies = {parameter: torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters}
-        self._optimizer = _optimizer_like(inner, self._copies)
-        self._replica = ModelReplica(list(self._copies.values()), inner, dtype)
+        """Copy these parts of the parameters; ``inner``: the worker's optimizer."""
+        self._twins = _Twins(parameters, parts)
+        self._optimizer = _optimizer_like(inner, self._twins)
+        self._replica = ModelReplica(self._twins.copies, inner, dtype)
         self.dtype = dtype
-        self.gradient_bytes = (sum(self._replica.sizes) + len(self._copies)) * dtype.itemsize
+        self.gradient_bytes = (sum(self._replica.sizes) + len(parts)) * dtype.itemsize
         self.rates: Array = np.zeros(0)
 
     @property
     def is_empty(self) -> bool:
         """Whether there are no parameters."""
-        return not self._copies
+        return not self._twins.copies
 
     def values(self) -> Array:
-        """Return a copy of the parameters as they are now."""
-        return self._replica.read(range(len(self._copies)))
+        """Return a copy of the values as they are now."""
+        return self._replica.read(range(len(self._twins.copies)))
 
-    def state(self) -> dict[torch.nn.Parameter, dict[str, Any]]:
-        """Return a copy of the optimizer's state, by the program's parameter."""
+    def state(self) -> list[tuple[torch.nn.Parameter, int, dict[str, Any]]]:
+        """Return a copy of the optimizer's state: the program's parameter, the part's first element, and its state."""
         states = {} if self._optimizer is None else self._optimizer.state
-        return {parameter: saved(states[twin]) for parameter, twin in self._copies.items() if twin in states}
+        twins = zip(self._twins.parts, self._twins.copies, strict=True)
+        return [(original, part.begin, saved(states[twin])) for (original, part), twin in twins if twin in states]
 
     def reload(self, inner: torch.optim.Optimizer) -> None:
         """Take over the program's parameters and the state of its optimizer."""
-        for parameter, twin in self._copies.items():
-            twin.data.copy_(parameter.detach())
-        self._optimizer = _optimizer_like(inner, self._copies)
+        self._twins.reload()
+        self._optimizer = _optimizer_like(inner, self._twins)
 
     def apply(self, gradient: Array, factor: float) -> None:
-        """Take a step with a gradient times a factor. Parameters of which no rank had a gradient stay as they are."""
-        begin, present = 0, gradient[gradient.size - len(self._copies) :]
-        for number, parameter in enumerate(self._copies.values()):
+        """Take a step with a gradient times a factor. Parts of which no rank had a gradient stay as they are."""
+        copies = self._twins.copies
+        begin, present = 0, gradient[gradient.size - len(copies) :]
+        for number, parameter in enumerate(copies):
             part = torch.from_numpy(gradient[begin : begin + parameter.numel()]).view(parameter.shape)
             begin += parameter.numel()
             parameter.grad = (part * factor).to(parameter.device, parameter.dtype) if present[number] else None
@@ -137,12 +205,12 @@ class _Server:
             return Counter(self._session.staleness), self._session.lead
 
     def values(self) -> Array:
-        """Return a copy of the parameters as they are now."""
+        """Return a copy of the values as they are now."""
         with self._lock:
             return self._share.values()
 
-    def state(self) -> dict[torch.nn.Parameter, dict[str, Any]]:
-        """Return a copy of the state of the optimizer, by the program's parameter."""
+    def state(self) -> list[tuple[torch.nn.Parameter, int, dict[str, Any]]]:
+        """Return a copy of the state of the optimizer (see ``_Share``)."""
         with self._lock:
             return self._share.state()
 
@@ -279,10 +347,8 @@ class Sent:
                 raise error
 
 
-def _optimizer_like(
-    inner: torch.optim.Optimizer, copies: Mapping[torch.nn.Parameter, torch.nn.Parameter]
-) -> torch.optim.Optimizer | None:
-    """Return an optimizer of the same kind, settings and state for copies of some parameters; ``None`` without any.
+def _optimizer_like(inner: torch.optim.Optimizer, twins: _Twins) -> torch.optim.Optimizer | None:
+    """Return an optimizer of the same kind, settings and state for parts of its parameters; ``None`` without any.
 
     Raises:
         ConfigurationError: No such optimizer can be made, or it takes no steps with a given dense gradient.
@@ -293,10 +359,10 @@ def _optimizer_like(
             f"a strategy with servers does not support {kind}: servers have dense gradients, and no closure. Use "
             "another torch optimizer, or a strategy without servers, as tr.LocalSGD()"
         )
-    if not copies:
+    if not twins.copies:
         return None
     groups = [
-        {**group, "params": [copies[parameter] for parameter in group["params"] if parameter in copies]}
+        {**group, "params": [twin for parameter in group["params"] for _, twin in twins.of(parameter)]}
         for group in inner.param_groups
     ]
     accepted = inspect.signature(type(inner)).parameters
@@ -307,9 +373,11 @@ def _optimizer_like(
             f"a strategy with servers needs a second {kind} for the server, and it cannot be made of the settings of "
             f"the first one ({error}). Its constructor must take param_groups and its defaults"
         ) from error
-    for parameter, twin in copies.items():
+    for (parameter, part), twin in zip(twins.parts, twins.copies, strict=True):
         if parameter in inner.state:
-            made.state[twin] = copy.deepcopy(inner.state[parameter])
+            state = inner.state[parameter]
+            is_whole = part.size == parameter.numel()
+            made.state[twin] = copy.deepcopy(state) if is_whole else cut(state, parameter.shape, part.begin, part.end)
     return made
 
 
@@ -319,7 +387,7 @@ class _Worker:
 
     Attributes:
         replica: The model.
-        shares: By server: its parameters.
+        shares: By server: its parts of the parameters.
         waited_s: The seconds for which this rank waited for its own server so far.
     """
 
@@ -332,7 +400,7 @@ class _Worker:
     ) -> None:
         """``optimizer``: the program's."""
         self.replica = ModelReplica(parameters, optimizer)
-        self.shares = shares_of(self.replica.sizes, group.world_size)
+        self.shares = shares_of(self.replica.sizes, group.world_size, cuts=is_elementwise(optimizer))
         self._strategy, self._parameters, self._inner, self._group = strategy, list(parameters), optimizer, group
         self._versions = [0] * group.world_size  #: By server: the version of the parameters that this rank has.
         self._sent = Sent()
@@ -344,6 +412,7 @@ class _Worker:
     def push(self, server_here: _Server, clock: int) -> None:
         """Send a gradient, or with a clock of -1 the end, to all servers, and begin to receive their answers."""
         group, is_last = self._group, clock < 0
+        gradients = [None if is_last else _dense(parameter.grad) for parameter in self._parameters]
         rates = np.array([float(each["lr"]) for each in self._inner.param_groups], np.float64)
         for server, share in enumerate(self.shares):
             if not share:
@@ -352,12 +421,12 @@ class _Worker:
             _PUSH.pack_into(message.data, 0, clock, self._versions[server])
             message[_PUSH.size : _PUSH.size + rates.nbytes] = rates.view(np.uint8)
             gradient = message[_PUSH.size + rates.nbytes :].view(self.replica.dtype)
-            self._write_gradient(share, gradient, is_last=is_last)
+            _write_gradient(share, gradients, gradient)
             if server == group.rank:
                 server_here.take(group.rank, message)
                 continue
             if not is_last:
-                num_bytes = _ANSWER.size + self.num_elements(share) * self.replica.dtype.itemsize
+                num_bytes = _ANSWER.size + _num_elements(share) * self.replica.dtype.itemsize
                 answer = torch.empty(num_bytes, dtype=torch.uint8)
                 self._awaited[server] = group.recv(answer, src=server, tag=_ANSWERS), answer
             self._sent.send(group, message, server, _PUSHES)
@@ -378,7 +447,7 @@ class _Worker:
             del self._awaited[server]
         for server, values in self._answers.items():
             self._versions[server], _ = _ANSWER.unpack_from(values.data)
-            self.replica.write(self.shares[server], values[_ANSWER.size :].view(self.replica.dtype))
+            self.replica.write_parts(self.shares[server], values[_ANSWER.size :].view(self.replica.dtype))
         self._answers.clear()
 
     def _await_message(self, server: int, work: Work) -> None:
@@ -407,26 +476,33 @@ class _Worker:
             "waits in a collective between two steps does neither. Repeat the call to wait on"
         )
 
-    def num_elements(self, share: Sequence[int]) -> int:
-        """Return the number of elements of these parameters."""
-        return sum(self.replica.sizes[tensor] for tensor in share)
+    def _gradient_bytes(self, share: Sequence[Part]) -> int:
+        return (_num_elements(share) + len(share)) * self.replica.dtype.itemsize
 
-    def _gradient_bytes(self, share: Sequence[int]) -> int:
-        return (self.num_elements(share) + len(share)) * self.replica.dtype.itemsize
 
-    def _write_gradient(self, share: Sequence[int], flat: Array, *, is_last: bool) -> None:
-        """Write the gradients of a share, zeros where a parameter has none, and which of them there are."""
-        begin = 0
-        for place, tensor in enumerate(share, start=flat.size - len(share)):
-            grad, end = self._parameters[tensor].grad, begin + self.replica.sizes[tensor]
-            if grad is not None and not is_last:
-                dense = grad.to_dense() if grad.is_sparse else grad
-                torch.from_numpy(flat[begin:end]).copy_(dense.detach().reshape(-1))
-                flat[place] = 1.0
-            else:
-                flat[begin:end] = 0.0
-                flat[place] = 0.0
-            begin = end
+def _num_elements(share: Sequence[Part]) -> int:
+    """Return the number of elements of these parts."""
+    return sum(part.size for part in share)
+
+
+def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a gradient, dense and one-dimensional."""
+    if gradient is None:
+        return None
+    return (gradient.to_dense() if gradient.is_sparse else gradient).detach().reshape(-1)
+
+
+def _write_gradient(share: Sequence[Part], gradients: Sequence[torch.Tensor | None], flat: Array) -> None:
+    """Write the gradients of a share, zeros where a parameter has none, and which of them there are."""
+    begin = 0
+    for place, part in enumerate(share, start=flat.size - len(share)):
+        gradient, end = gradients[part.tensor], begin + part.size
+        flat[place] = gradient is not None
+        if gradient is None:
+            flat[begin:end] = 0.0
+        else:
+            torch.from_numpy(flat[begin:end]).copy_(gradient[part.begin : part.end])
+        begin = end
 
 
 def observations(staleness: Counter[int], lead: int) -> dict[str, int | float]:
@@ -520,14 +596,13 @@ class ServedSteps:
         group, optimizer = self._group, self._optimizer
         self._worker = _Worker(self.strategy, self._parameters, optimizer, group)
         self._shares = self._worker.shares
-        own = [self._parameters[tensor] for tensor in self._shares[group.rank]]
-        share = _Share(own, optimizer, self._worker.replica.dtype)
+        share = _Share(self._parameters, self._shares[group.rank], optimizer, self._worker.replica.dtype)
         self._server = _Server(self.strategy, share, group, len(optimizer.param_groups))
         self._clock = 0
         self.is_interrupted = False
         self._has_finished = False
         #: The final parameters that are being received, by share.
-        self._final: list[tuple[Work, Sequence[int], Array]] | None = None
+        self._final: list[tuple[Work, Sequence[Part], Array]] | None = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Push this rank's gradients to the servers, and take over the parameters that they answer with.
@@ -602,15 +677,15 @@ class ServedSteps:
         while self._final:
             work, share, values = self._final[0]
             work.wait()
-            self._worker.replica.write(share, values)
+            self._worker.replica.write_parts(share, values)
             del self._final[0]
 
-    def _final_parameters(self, server: int, share: Sequence[int]) -> tuple[Work, Sequence[int], Array]:
+    def _final_parameters(self, server: int, share: Sequence[Part]) -> tuple[Work, Sequence[Part], Array]:
         """Begin to send or receive the parameters of a share."""
         if server == self._group.rank:
             values = self._server.values()
         else:
-            values = np.empty(self._worker.num_elements(share), self._worker.replica.dtype)
+            values = np.empty(_num_elements(share), self._worker.replica.dtype)
         final = torch.from_numpy(values)
         return self._group.broadcast(final, root=server, name=f"final/{server}", async_op=True), share, values
 
@@ -631,11 +706,16 @@ class ServedSteps:
                 "and to train on load_state() with the result"
             )
         numbers = numbers_of(self._optimizer)
-        own = {numbers[parameter]: entry for parameter, entry in self._server.state().items()}
-        entries: dict[int, dict[str, Any]] = {}
+        own = [(numbers[parameter], begin, entry) for parameter, begin, entry in self._server.state()]
+        parts: dict[int, dict[int, dict[str, Any]]] = {}  #: By parameter, and by the first element of the part.
         for server, share in enumerate(self._shares):
             if share:
-                entries |= self._group.broadcast_object(own if server == self._group.rank else None, root=server)
+                for number, begin, entry in self._group.broadcast_object(
+                    own if server == self._group.rank else None, root=server
+                ):
+                    parts.setdefault(number, {})[begin] = entry
+        shapes = {number: parameter.shape for parameter, number in numbers.items()}
+        entries = {number: joined(parts[number], shapes[number]) for number in parts}
         return state_of(self.strategy.name, self._optimizer, entries)
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -14,14 +14,11 @@ import torch
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.kernels.arrays import Array
+from totalreduce.pytorch.elementwise import ELEMENTWISE
 from totalreduce.server.optimizers import Optimizer, StateKind
 
 __all__ = ["Torch"]
 
-#: Those that treat each element by itself, so that any part of the values can be updated alone, with the same bits.
-_KINDS: Final = (
-    *("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"),
-)
 #: Settings that do not change what is computed.
 _HOW: Final = ("foreach", "fused", "capturable", "differentiable")
 
@@ -58,10 +55,10 @@ class Torch(Optimizer):
 
     def __post_init__(self) -> None:
         """Check the settings, and find out what state the optimizer has."""
-        if self.kind not in _KINDS:
+        if self.kind not in ELEMENTWISE:
             raise ConfigurationError(
                 f"a server has no torch optimizer {self.kind!r}: it updates parts of the values alone, which is "
-                f"possible with {', '.join(_KINDS)}"
+                f"possible with {', '.join(ELEMENTWISE)}"
             )
         try:
             settings = json.loads(json.dumps({k: v for k, v in self.settings.items() if k not in _HOW}))
