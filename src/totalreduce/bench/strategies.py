@@ -14,7 +14,7 @@ _METHODS = (
     "diloco:period=24:fragments=4:overlap=10:codec=int8:outer_lr=1.0:outer_momentum=0.0",
     "quorum:n=3:grace_s=0.01",
     "parameter_server:consistency=bounded:tau=4:optimizer=worker",
-    *("post_local_sgd", "slowmo", "easgd", "gossip:overlap=1", "async_gossip", "strom:threshold=3e-4"),
+    *("post_local_sgd", "slowmo", "easgd", "gossip:overlap=1", "async_gossip", "strom:threshold=7e-4"),
     "diloco:period=16",
     *("async:rate=0.25", "stale_synchronous:rate=0.25", "soft_sync:n=2:rate=0.5"),
     "eager:mode=majority",
