@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import struct
 import threading
 import time
 import weakref
@@ -25,7 +26,7 @@ from totalreduce.foundation.errors import (
 )
 from totalreduce.groups.group import Group
 from totalreduce.server import messenger
-from totalreduce.server.messages import Kind
+from totalreduce.server.messages import Header, Kind
 from totalreduce.testing import run_ranks
 
 ps = tr.ps
@@ -570,6 +571,54 @@ def test_a_rank_that_asks_and_does_not_receive_is_refused(monkeypatch: pytest.Mo
 
     text, _ = run_ranks(2, body)
     assert text == "rank 1 asks for values and does not receive them: more than 1048576 bytes of answers wait"
+
+
+def test_answers_that_have_left_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messenger, "_UNSENT_BYTES_MAX", 1 << 20)
+
+    def body(group: Group) -> int:
+        out = np.zeros(100_000, np.float32)
+        with ps.connect(group, num_keys=100_000, servers=[0], initial=2.0) as client:
+            for _ in range(10 if group.rank else 0):
+                client.pull_range(0, 100_000, out).wait()  # 400 kB each time
+                np.testing.assert_array_equal(out, np.float32(2.0))
+                out[:] = 0
+            group.barrier()
+            return sum(client._messenger._unsent._num_bytes.values())
+
+    assert run_ranks(2, body, transport="tcp") == [0, 0]
+
+
+def test_many_words_about_what_a_request_waits_for() -> None:
+    """A server says it again for each step of the slowest worker; a rank that is busy needs the last word alone."""
+
+    def body(group: Group) -> dict[int, int]:
+        found = {}
+        with ps.connect(group, num_keys=10, servers=[0], consistency=ps.Bounded(0)) as client:
+            if group.rank == 1:
+                client.clock()
+                pull = client.pull_range(0, 10, np.zeros(10, np.float32))
+                while not client._client.slow_workers():
+                    time.sleep(0.01)
+                number = next(iter(client._client._lanes[0].unanswered))
+                goes_on = threading.Event()
+                client._events.put(goes_on.wait)
+                for clock in range(10_000):
+                    note = struct.pack("<qq", 7, clock)
+                    header = Header(Kind.WAITING, shard=0, number=number, value_bytes=len(note))
+                    client._messenger.receive(0, client._spec.encode(header) + note, 0.0)
+                waits = client._events.qsize()
+                goes_on.set()
+                while client._client.slow_workers() != {7: 9_999}:
+                    time.sleep(0.01)
+                found = {waits: len(client._messenger._waiting[0])}
+            group.barrier()
+            client.clock()
+            if group.rank == 1:
+                pull.wait()
+        return found
+
+    assert run_ranks(2, body)[1] == {1: 0}
 
 
 def test_a_request_that_could_not_be_sent_ends_the_connection() -> None:

@@ -271,8 +271,20 @@ def test_large_tensors_are_cut_into_shares_of_the_same_size(count: int) -> None:
         covered[part.tensor][part.begin : part.end] += 1
     assert all((each == 1).all() for each in covered)
     totals = [sum(part.size for part in share) for share in shares]
-    assert max(totals) < 1.35 * sum(sizes) / count
+    assert max(totals) < 1.05 * sum(sizes) / count
     assert max(sum(part.size for part in share) for share in shares_of(sizes, count, cuts=False)) >= 4_000_000
+
+
+@pytest.mark.parametrize(("num_tensors", "count"), [(9, 8), (5, 4), (13, 12), (3, 2)])
+def test_shares_of_layers_of_equal_size(num_tensors: int, count: int) -> None:
+    shares = shares_of([1_000_000] * num_tensors, count, cuts=True)
+    totals = [sum(part.size for part in share) for share in shares]
+    assert max(totals) <= 1.25 * sum(totals) / count
+
+
+def test_shares_of_empty_tensors() -> None:
+    for cuts in (False, True):
+        assert shares_of([0, 0], 2, cuts=cuts) == [[Part(0, 0, 0), Part(1, 0, 0)], []]
 
 
 class Odd(torch.optim.SGD):
@@ -284,14 +296,15 @@ class Wide(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(7)
-        self.large = torch.nn.Parameter(torch.randn(300, 200).t())
-        self.small = torch.nn.Parameter(torch.randn(5))
-        self.unused = torch.nn.Parameter(torch.randn(70_000))
+        generator = torch.Generator().manual_seed(7)
+        self.large = torch.nn.Parameter(torch.randn(300, 200, generator=generator).t())
+        self.small = torch.nn.Parameter(torch.randn(5, generator=generator))
+        self.unused = torch.nn.Parameter(torch.randn(70_000, generator=generator))
 
 
 KINDS = {
     "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True, amsgrad=True),
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "Rprop": lambda parameters: torch.optim.Rprop(parameters, lr=0.1),
     "Odd": lambda parameters: Odd(parameters, lr=0.1, momentum=0.9),
@@ -305,7 +318,7 @@ def test_an_optimizer_of_parts_does_what_one_of_whole_parameters_does(kind: str)
 
     def gradients(model: Wide, step: int) -> None:
         generator = torch.Generator().manual_seed(step)
-        model.large.grad = torch.randn(200, 300, generator=generator)
+        model.large.grad = torch.randn(300, 200, generator=generator).t()  # as autograd does, like the parameter
         model.small.grad = torch.randn(5, generator=generator)
 
     alone = Wide()
@@ -331,7 +344,7 @@ def test_an_optimizer_of_parts_does_what_one_of_whole_parameters_does(kind: str)
         return [parameter.detach().clone() for parameter in model.parameters()], state["optimizer"], parts
 
     for parameters, state, parts in run_ranks(3, body):
-        assert parts == (3 if kind == "Odd" else 5)
+        assert parts == 3 if kind == "Odd" else parts > 5
         for found, parameter in zip(parameters, alone.parameters(), strict=True):
             torch.testing.assert_close(found, parameter.detach(), rtol=1e-5, atol=1e-6)
         assert sorted(state) == [0, 1]  # the other one had no gradient
@@ -339,7 +352,7 @@ def test_an_optimizer_of_parts_does_what_one_of_whole_parameters_does(kind: str)
             for key, value in expected.state[parameter].items():
                 if isinstance(value, torch.Tensor):
                     assert state[number][key].shape == value.shape
-                    torch.testing.assert_close(state[number][key], value, rtol=1e-5, atol=1e-6, check_stride=False)
+                    torch.testing.assert_close(state[number][key], value, rtol=1e-5, atol=1e-6, check_stride=True)
 
 
 def test_an_impossible_bound_is_refused_on_every_rank() -> None:

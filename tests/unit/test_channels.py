@@ -178,10 +178,23 @@ def test_the_bodies_of_a_closed_channel_are_forgotten() -> None:
     channels, reader = make_channels(), Reader()
     channels.open(7, reader, 0.0)
     send(channels, 1, 7, bytes([3, 4]))
-    room = channels.room(1, 7, 3)
+    forgotten: list[int | None] = []
+    channels.on_forgotten = forgotten.append
+    assert channels.room(1, 7, 3) is not None
     channels.close(7)
+    assert forgotten == [7]  # the body that is under way is not written to its memory any more
     channels.body_arrived(1, 7)
-    assert room is not None
     assert channels.room(1, 7, 4) is None
     channels.body_arrived(1, 7)
     assert (channels._following, reader.bodies) == ({}, [])
+
+
+def test_a_second_part_before_the_first_one_has_come() -> None:
+    """By another connection, it could end the body before all of it has come."""
+    channels, reader = make_channels(), Reader()
+    channels.open(7, reader, 0.0)
+    send(channels, 1, 7, bytes([5]))
+    assert channels.room(1, 7, 3) is not None
+    with pytest.raises(ProtocolError, match="rank 1 sends 2 bytes of a body that no message has announced"):
+        channels.room(1, 7, 2)
+    assert reader.bodies == []

@@ -19,8 +19,9 @@ from totalreduce.engine.floating import FloatingStore
 from totalreduce.engine.members import Members
 from totalreduce.engine.names import NameTable
 from totalreduce.engine.operation import Operation, State
-from totalreduce.engine.outbox import BODY_BYTES, Outbox, QueuedMessage
+from totalreduce.engine.outbox import BODY_BYTES, Outbox, OutgoingMessage, QueuedMessage
 from totalreduce.engine.planner import Planner
+from totalreduce.engine.reception import Delivery
 from totalreduce.engine.rendezvous import Rendezvous
 from totalreduce.engine.scratch import ScratchPool
 from totalreduce.engine.signatures import SignatureExchange
@@ -160,14 +161,59 @@ def test_channel_messages_with_bodies_leave_in_order_and_bodies_in_turn_with_dat
     assert engine.outbox.ready == set()
 
 
-def test_what_waits_in_channels_leaves_before_the_farewell() -> None:
+@pytest.mark.parametrize(("skipped", "expected"), [(0, "mmc"), (2, "c"), (3, "c"), (5, "mc")])
+def test_messages_without_bodies_leave_before_the_farewell(skipped: int, expected: str) -> None:
+    """Bodies are dropped with their messages and all behind them: half a stream would be a violation."""
     engine = Engine(0, 2, EngineConfig())
-    engine.channels.post_with_bodies(1, 7, b"goodbye", [memoryview(b"body")])
+
+    def post(name: str, *bodies: bytes) -> None:
+        engine.channels.post_with_bodies(1, 7, name.encode(), [memoryview(body) for body in bodies])
+
+    post("first")
+    post("second")
+    post("large", b"body", b"body")
+    post("goodbye")
+    for _ in range(skipped):
+        assert engine.next_message(1, 0.0) is not None
     engine.close(0.0, tell=[1])
-    frames = []
-    while (message := engine.next_message(1, 0.0)) is not None:
-        frames.append(Header.unpack(message.header).frame)
-    assert frames == [Frame.CHANNEL, Frame.CHANNEL_BODY, Frame.GOODBYE]
+    assert kinds_that_leave(engine, 1) == expected
+    assert engine.outbox.ready == set()
+
+
+def test_nothing_is_written_to_the_memory_of_a_channel_after_a_loss() -> None:
+    source, target = (Engine(rank, 3, EngineConfig()) for rank in range(2))
+    memory = np.zeros(8, np.uint8)
+
+    class Reader:
+        def receive(self, peer, message, now):
+            return Bodies([memory.data], pytest.fail)
+
+        def fail(self, error, now):
+            assert isinstance(error, PeerLost)
+
+    target.channels.open(7, Reader(), 0.0)
+    for _ in range(2):
+        source.channels.post_with_bodies(1, 7, b"message", [memoryview(b"the body")])
+    messages = [source.next_message(1, 0.0) for _ in range(4)]
+
+    def accept(message: OutgoingMessage) -> Delivery:
+        return target.accept(0, Header.unpack(message.header), 0.0)
+
+    target.delivered(accept_all(accept(messages[0]), messages[0]), 0.0)
+    delivery = accept(messages[1])
+    target.peer_lost(2, "gone", 0.0)
+    target.delivered(accept_all(delivery, messages[1]), 0.0)
+    for message in messages[2:]:
+        target.delivered(accept_all(accept(message), message), 0.0)
+    assert not memory.any()
+    source.channels.post_with_bodies(1, 7, b"message", [memoryview(b"the body")])
+    source.peer_lost(2, "gone", 0.0)
+    assert kinds_that_leave(source, 1) == "c"  # the report of the loss
+
+
+def accept_all(delivery: Delivery, message: OutgoingMessage) -> Delivery:
+    delivery.view[:] = message.body
+    return delivery
 
 
 def test_bodies_of_channel_messages_arrive_in_their_memory() -> None:

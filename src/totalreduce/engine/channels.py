@@ -79,19 +79,27 @@ class _Following:
         number: The channel.
         views: The memory that no part of a body has been given.
         arrived: See ``Bodies``.
+        is_under_way: Whether a part has its memory and has not arrived.
     """
 
     number: int
     views: deque[memoryview]
     arrived: Callable[[], object]
+    is_under_way: bool = False
 
 
 class Channels:
-    """The channels of one rank, and the messages that arrive for them."""
+    """The channels of one rank, and the messages that arrive for them.
+
+    Attributes:
+        on_forgotten: Called with the number of a channel, or with ``None`` for all of them: bodies that are arriving
+            must not be written to their memory any more.
+    """
 
     def __init__(self, outbox: Outbox, members: Members) -> None:
         """Begin without open channels; messages leave through ``outbox``."""
         self._outbox, self._members = outbox, members
+        self.on_forgotten: Callable[[int | None], None] = lambda _: None
         self._open: dict[int, Channel] = {}
         #: By peer: the channel and the pieces of a message whose last piece has not arrived.
         self._partial: dict[int, tuple[int, bytearray]] = {}
@@ -121,14 +129,14 @@ class Channels:
         self._open.pop(number, None)
         self._closed.add(number)
         self._following = {peer: entry for peer, entry in self._following.items() if entry.number != number}
+        self.on_forgotten(number)
 
     def post(self, peer: int, number: int, message: bytes) -> None:
         """Send a message through a channel. It leaves before all data.
 
         Nothing is sent to a rank that has left, nor after the group has ended.
         """
-        members = self._members
-        if not members.closed and members.lost is None and peer not in members.departed:
+        if not self._has_ended and peer not in self._members.departed:
             self._outbox.channel_message(peer, number, message)
 
     def post_with_bodies(
@@ -141,24 +149,26 @@ class Channels:
     ) -> None:
         """Send a message through a channel, and the bodies that follow it; the arguments as of ``channel_stream``.
 
-        The messages that are sent to one peer in this way come in order, whether they have bodies or not. They may be
-        overtaken by those of ``post``. Nothing is sent to a rank that has left, nor after the group has ended.
+        The peer must have opened the channel. The messages that are sent to one peer in this way come in order, whether
+        they have bodies or not. They may be overtaken by those of ``post``. Nothing is sent to a rank that has left,
+        nor after the group has ended.
         """
-        members = self._members
-        if not members.closed and members.lost is None and peer not in members.departed:
+        if not self._has_ended and peer not in self._members.departed:
             self._outbox.channel_stream(peer, number, message, bodies, on_sent)
 
     def room(self, peer: int, number: int, num_bytes: int) -> memoryview | None:
-        """Return the memory for the next bytes of a body; ``None``: the channel was closed, so they are forgotten.
+        """Return the memory for the next bytes of a body; ``None``: nobody needs them any more, so they are forgotten.
 
         Raises:
-            ProtocolError: No body of this channel follows, or it has fewer bytes.
+            ProtocolError: No body of this channel follows, or it has fewer bytes; or other bytes of it are under way.
         """
-        if number in self._closed:
+        if number in self._closed or self._has_ended:
             return None
         following = self._following.get(peer)
-        if following is None or following.number != number or not 0 < num_bytes <= len(following.views[0]):
+        is_known = following is not None and following.number == number and not following.is_under_way
+        if following is None or not is_known or not 0 < num_bytes <= len(following.views[0]):
             raise ProtocolError(f"rank {peer} sends {num_bytes} bytes of a body that no message has announced")
+        following.is_under_way = True
         view = following.views[0]
         if num_bytes == len(view):
             following.views.popleft()
@@ -169,9 +179,17 @@ class Channels:
     def body_arrived(self, peer: int, number: int) -> None:
         """Note that bytes of a body have arrived, for which ``room`` was called."""
         following = self._following.get(peer)
-        if following is not None and following.number == number and not following.views:
+        if following is None or following.number != number:
+            return  # the channel was closed meanwhile
+        following.is_under_way = False
+        if not following.views:
             del self._following[peer]
             following.arrived()
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether all channels have been told that no more messages will come."""
+        return self._members.closed or self._members.lost is not None
 
     def arrived(self, peer: int, number: int, piece: bytes, *, last: bool, now: float) -> None:
         """Handle a piece of a message.
@@ -183,7 +201,7 @@ class Channels:
         known, message = self._partial.pop(peer, (number, None))
         if known != number:
             raise ProtocolError(f"rank {peer} sends a message through one channel in the midst of another one's")
-        if number in self._closed:
+        if number in self._closed or self._has_ended:
             return
         if message is not None or not last:
             message = bytearray() if message is None else message
@@ -208,17 +226,20 @@ class Channels:
             self._early.setdefault(number, []).append((peer, whole))
 
     def _give(self, channel: Channel, number: int, peer: int, message: bytes, now: float) -> None:
-        following = self._following.get(peer)
-        bodies = None
-        if following is None or following.number != number:  # messages of other channels may overtake bodies
-            bodies = channel.receive(peer, message, now)
-        if following is None and bodies is not None:
-            self._following[peer] = _Following(number, deque(bodies.views), bodies.arrived)
-        elif bodies is not None or (following is not None and following.number == number):
+        following = self._following.get(peer)  # messages of other channels may overtake bodies
+        if following is not None and following.number == number:
             raise ProtocolError(f"rank {peer} sends a message before the bodies that follow an earlier one")
+        bodies = channel.receive(peer, message, now)
+        if bodies is None:
+            return
+        if following is not None:
+            raise ProtocolError(f"rank {peer} sends a message before the bodies that follow an earlier one")
+        self._following[peer] = _Following(number, deque(bodies.views), bodies.arrived)
 
     def fail(self, error: TotalReduceError, now: float) -> None:
         """Tell every open channel."""
+        self._following.clear()
+        self.on_forgotten(None)
         for channel in list(self._open.values()):
             channel.fail(error, now)
 

@@ -32,7 +32,8 @@ in this table are those of the Total Reduce paper:
 ``early``              control frames about operations that this rank has not submitted yet
 ``members``            the ranks that are lost or have departed
 ``control``            the bodies of control frames
-``channels``           messages of other protocols, such as the agreement on the order of native operations
+``channels``           messages of other protocols, such as the agreement on the order of native operations, and bodies
+                       that follow them
 ``any_receives``       receive operations that accept a message from whichever of several ranks sends first
 ``stall``, ``reports`` the search for ranks that keep other ranks waiting
 =====================  ================================================================================================
@@ -161,6 +162,7 @@ class Engine:
         self.reception = Reception(config, share, counters)
         self.computations = ComputationList()
         self.channels = Channels(outbox, members)
+        self.channels.on_forgotten = self.reception.forget_bodies
         self.reports = Reports(counters, self.observers)
         floating = self.reception.floating
         self._rendezvous = Rendezvous(config, share, table, floating, outbox, counters)
@@ -370,14 +372,17 @@ class Engine:
             if members.lost is not None and members.lost.rank != peer:
                 self.outbox.control(peer, Frame.LOST, body=LossNotice.of(members.lost).encode())
             self.outbox.control(peer, Frame.GOODBYE, body=farewell)
+        self.outbox.drop_streams()
 
     # ---------------------------------------------------------------------------------------------------- sending
 
     def next_message(self, peer: int, now: float, *, bulk: bool = False) -> OutgoingMessage | None:
-        """Return the next message for ``peer``: control frames first, then the most urgent data that may leave.
+        """Return the next message for ``peer``: control frames, then channel messages that have bodies, then data.
+
+        Of data, the most urgent message that may leave is the next one; ``starvation_limit`` says how often messages
+        may overtake an older one. Bodies of channel messages take turns with data.
 
         With ``bulk``, return the most urgent message of bulk that is queued apart (``Outbox.bulk_peers``).
-        ``starvation_limit`` says how often messages may overtake an older one.
         """
         outbox = self.outbox
         queue = (outbox.bulk_queues if bulk else outbox.queues).get(peer)
@@ -548,6 +553,7 @@ class Engine:
                 self.peer_departed(peer, members.departed[peer], now)
             return
         members.lost = PeerLost(peer, reason)
+        self.outbox.drop_streams()
         if first_hand:
             others = [other for other in members.everybody if other != peer]
             members.tell_of_loss(LossNotice.of(members.lost), others)
@@ -601,6 +607,8 @@ class Engine:
                     assert min(lane.arrivals) >= lane.position
         self.reception.validate()
         self._rendezvous.validate()
+        for peer in self.outbox.streaming():
+            assert peer in self.outbox.ready
         for peer, queue in self.outbox.queues.items():
             assert not len(queue) or peer in self.outbox.ready
         for peer, queue in self.outbox.bulk_queues.items():

@@ -1,10 +1,12 @@
 """Everything that waits to leave this rank, by peer: control frames, answers to the peer's frames, and data messages.
 
 A transport asks for one message at a time. Control frames leave first, then answers, then data messages, the most
-urgent one first across all operations (``SendQueue``). Messages of channels that have bodies leave in order, and their
-bodies in turn with data messages. Preemption needs nothing else: an operation that becomes urgent
-while a segment is leaving has the next message. Against starvation, the oldest message leaves after
-``starvation_limit`` messages that have overtaken it (oneCCL does the same every 4,096 polls).
+urgent one first across all operations (``SendQueue``). Channel messages with bodies are a stream for each peer, whose
+frames leave in order, behind answers: a message before data messages, and a body in turn with them.
+
+Preemption needs nothing else: an operation that becomes urgent while a segment is leaving has the next message. Against
+starvation, the oldest message leaves after ``starvation_limit`` messages that have overtaken it (oneCCL does the same
+every 4,096 polls).
 
 The number of control frames follows from what this rank does itself. Answers and messages in channels are what a peer
 can make this rank queue, so their number is bounded: a peer that does not read them is refused.
@@ -13,6 +15,7 @@ can make this rank queue, so their number is bounded: a peer that does not read 
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,6 +36,8 @@ NO_KEY = (0, 0)
 _ANSWERS_MAX = 65_536
 #: Frames of channel messages that may wait for a peer that goes on sending channel messages (at most 16 MiB).
 _CHANNEL_FRAMES_MAX = 1024
+#: The same for messages in streams, where they wait behind bodies. The sender of bodies bounds their size.
+_STREAM_FRAMES_MAX = 65_536
 
 #: A longer channel message travels in several frames.
 PIECE_BYTES: Final = 16 * 1024
@@ -267,7 +272,6 @@ class Outbox:
         assert len(message) <= PIECE_BYTES
         stream = self._streams.setdefault(peer, deque())
         stream.append(self._frame(peer, Frame.CHANNEL, (channel, 0), message, step=1))
-        self._channel_frames[peer] = self._channel_frames.get(peer, 0) + 1
         for body in bodies:
             for begin in range(0, len(body), BODY_BYTES):
                 part = body[begin : begin + BODY_BYTES]
@@ -285,14 +289,21 @@ class Outbox:
         stream = self._streams.get(peer)
         if not stream:
             return None
-        if stream[0].header[3] == _CHANNEL:
-            self._channel_frames[peer] -= 1
-        elif competes and peer in self._gives_way:
-            self._gives_way.discard(peer)
-            return None
-        else:
+        if stream[0].header[3] == _CHANNEL_BODY:
+            if competes and peer in self._gives_way:
+                self._gives_way.discard(peer)
+                return None
             self._gives_way.add(peer)
         return stream.popleft()
+
+    def streaming(self) -> list[int]:
+        """Return the peers for which a stream waits."""
+        return [peer for peer, stream in self._streams.items() if stream]
+
+    def drop_streams(self) -> None:
+        """Forget the streams: a rank is lost, or the group is closed."""
+        self._streams.clear()
+        self._gives_way.clear()
 
     def check_reads(self, peer: int) -> None:
         """Refuse a peer that sends channel messages and does not read those that are sent to it.
@@ -300,7 +311,8 @@ class Outbox:
         Raises:
             ProtocolError: Too many frames wait for the peer.
         """
-        if self._channel_frames.get(peer, 0) > _CHANNEL_FRAMES_MAX:
+        in_stream = len(self._streams.get(peer, ()))
+        if self._channel_frames.get(peer, 0) > _CHANNEL_FRAMES_MAX or in_stream > _STREAM_FRAMES_MAX:
             raise ProtocolError(f"rank {peer} goes on sending messages and reads none of those sent to it")
 
     def answer(self, peer: int, frame: Frame, key: _Key) -> None:
@@ -318,9 +330,18 @@ class Outbox:
         self.ready.add(peer)
 
     def write_answers(self, peer: int) -> None:
-        """Turn what waits for a peer, besides data, into control frames, so that a farewell can follow it."""
+        """Turn answers and the stream of a peer into control frames, so that a farewell can follow them.
+
+        Of the stream, only the messages before the first body are sent: like the data of operations, bodies are not
+        waited for at the end.
+        """
         controls = self._controls.setdefault(peer, deque())
-        controls.extend(self._streams.pop(peer, ()))
+        frames = [frame.header[3] for frame in self._streams.get(peer, ())]
+        first = frames.index(_CHANNEL_BODY) if _CHANNEL_BODY in frames else len(frames) + 1
+        for frame in itertools.islice(self._streams.pop(peer, ()), max(0, first - 1)):  # not the message of this body
+            controls.append(frame)
+            self._channel_frames[peer] = self._channel_frames.get(peer, 0) + 1
+            self.control_waits.add(peer)
         while self._answers.get(peer):
             controls.append(self._next_answer(peer))
 

@@ -208,6 +208,13 @@ class Reception:
                     arrival.release()
             lane.arrivals.clear()
 
+    def forget_bodies(self, channel: int | None) -> None:
+        """Let no body that still arrives write to memory of this channel; ``None``: of any channel."""
+        for delivery in self.arriving:
+            header = delivery.header
+            if header.frame is Frame.CHANNEL_BODY and channel in (None, header.operation):
+                delivery.view = memoryview(bytearray(len(delivery.view)))
+
     def forget(self, peer: int) -> None:
         """Release the memory of bodies that a peer whose connection has ended will not complete."""
         for delivery in [delivery for delivery in self.arriving if delivery.peer == peer]:

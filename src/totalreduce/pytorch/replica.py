@@ -53,8 +53,9 @@ class ModelReplica:
 
     @property
     def learning_rate(self) -> float:
-        """The largest learning rate of the optimizer's groups of parameters; 0 if they have none."""
-        return max((float(group.get("lr", 0.0)) for group in self._optimizer.param_groups), default=0.0)
+        """The largest learning rate of the optimizer's groups of parameters; 0 if none has one."""
+        rates = (group.get("lr") for group in self._optimizer.param_groups)
+        return max((float(rate) for rate in rates if rate is not None), default=0.0)  # Adafactor may have no rate
 
     def read(self, tensors: Sequence[int]) -> Array:
         """Return a copy of the elements of these parameters."""

@@ -32,43 +32,43 @@ def saved(entry: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def cut(entry: Mapping[str, Any], shape: torch.Size, begin: int, end: int) -> dict[str, Any]:
-    """Return a copy of the state of a part of a parameter.
+def cut(entry: Mapping[str, Any], parameter: torch.Tensor, begin: int, end: int) -> dict[str, Any]:
+    """Return a copy of the state of a part of a parameter, whose tensors are contiguous.
 
     Args:
-        entry: The state of the parameter.
-        shape: Its shape. Tensors of this shape have an element for each one of the parameter.
+        entry: The state of the parameter. Tensors of its shape have an element for each one of it.
+        parameter: The parameter.
         begin: The first element of the part.
         end: That behind the last one.
     """
+    shape = parameter.shape if end - begin == parameter.numel() else (end - begin,)
     return {
-        key: value.reshape(-1)[begin:end].clone()
-        if isinstance(value, torch.Tensor) and value.shape == shape
+        key: value.reshape(-1)[begin:end].clone().view(shape)
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape
         else copy.deepcopy(value)
         for key, value in entry.items()
     }
 
 
-def joined(parts: Mapping[int, Mapping[str, Any]], shape: torch.Size) -> dict[str, Any]:
+def joined(parts: Mapping[int, Mapping[str, Any]], parameter: torch.Tensor) -> dict[str, Any]:
     """Return the state of a parameter from those of its parts; what is no tensor of their shape is that of the first.
+
+    Tensors of the shape of the parameter have the order of its elements in memory, as those of its optimizer have.
 
     Args:
         parts: The states, by the first element of each part. One part alone is the whole parameter.
-        shape: The shape of the parameter.
+        parameter: The parameter.
     """
-    first, *others = [parts[begin] for begin in sorted(parts)]
-    if not others:
-        return dict(first)
-    begins = [*sorted(parts), shape.numel()]
-    has_elements = {
-        key
-        for key, value in first.items()
-        if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == begins[1] - begins[0]
-    }
-    return {
-        key: torch.cat([each[key] for each in (first, *others)]).view(shape) if key in has_elements else value
-        for key, value in first.items()
-    }
+    begins = sorted(parts)
+    first = parts[begins[0]]
+    shape = parameter.shape if len(begins) == 1 else (begins[1],)
+    found = dict(first)
+    for key, value in first.items():
+        if isinstance(value, torch.Tensor) and value.shape == shape:
+            elements = torch.cat([parts[begin][key].reshape(-1) for begin in begins])
+            found[key] = torch.empty_strided(parameter.shape, parameter.stride(), dtype=value.dtype)
+            found[key].copy_(elements.view(parameter.shape))
+    return found
 
 
 def state_of(name: str, optimizer: torch.optim.Optimizer, entries: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:

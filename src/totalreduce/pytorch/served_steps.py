@@ -13,7 +13,6 @@ a worker and a server have one length each, which both know:
 
 from __future__ import annotations
 
-import copy
 import inspect
 import struct
 import threading
@@ -50,6 +49,8 @@ _LOOK_S = 0.05
 _END_S = 5.0
 #: A tensor of fewer elements is not cut: a message costs more than its bytes.
 _CUT_ELEMENTS_MIN: Final = 16 * 1024
+#: A larger tensor is cut into parts of about a fair share, divided by this number.
+_PARTS: Final = 4
 
 
 class Part(NamedTuple):
@@ -77,9 +78,10 @@ def shares_of(sizes: Sequence[int], count: int, *, cuts: bool) -> list[list[Part
     Args:
         sizes: The number of elements of each tensor.
         count: The number of shares.
-        cuts: Cut large tensors, so that shares have about the same size. Otherwise each tensor is one part.
+        cuts: Cut tensors that are larger than a quarter of a fair share, so that shares have about the same size.
+            Otherwise each tensor is one part.
     """
-    longest = max(_CUT_ELEMENTS_MIN, -(-sum(sizes) // count)) if cuts else max(sizes, default=1)
+    longest = max(_CUT_ELEMENTS_MIN, -(-sum(sizes) // (_PARTS * count))) if cuts else max(1, *sizes)
     parts = [
         Part(tensor, begin, min(begin + longest, size))
         for tensor, size in enumerate(sizes)
@@ -91,20 +93,33 @@ def shares_of(sizes: Sequence[int], count: int, *, cuts: bool) -> list[list[Part
         smallest = totals.index(min(totals))
         shares[smallest].append(part)
         totals[smallest] += part.size
-    return [sorted(share) for share in shares]
+    return [_together(sorted(share)) for share in shares]
+
+
+def _together(parts: Sequence[Part]) -> list[Part]:
+    """Return parts in which those are one that follow each other."""
+    found: list[Part] = []
+    for part in parts:
+        if found and found[-1].tensor == part.tensor and found[-1].end == part.begin:
+            found[-1] = Part(part.tensor, found[-1].begin, part.end)
+        else:
+            found.append(part)
+    return found
 
 
 @final
 class _Twins:
     """Copies of parts of the program's parameters, which are parameters of another torch optimizer.
 
-    A copy of a whole parameter has its shape, another one is one-dimensional.
+    A copy of a whole parameter has its shape, another one is one-dimensional. All are contiguous, as their gradients
+    and states are: fused optimizers of torch ignore the order of the elements in memory.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], parts: Sequence[Part]) -> None:
         """Copy these parts of the program's parameters."""
         self.parts = [(parameters[part.tensor], part) for part in parts]
-        self.copies = [torch.nn.Parameter(self._values(*each).clone()) for each in self.parts]
+        values = [self._values(*each).clone(memory_format=torch.contiguous_format) for each in self.parts]
+        self.copies = [torch.nn.Parameter(each) for each in values]
 
     def reload(self) -> None:
         """Take over the present values of the program's parameters."""
@@ -375,9 +390,7 @@ def _optimizer_like(inner: torch.optim.Optimizer, twins: _Twins) -> torch.optim.
         ) from error
     for (parameter, part), twin in zip(twins.parts, twins.copies, strict=True):
         if parameter in inner.state:
-            state = inner.state[parameter]
-            is_whole = part.size == parameter.numel()
-            made.state[twin] = copy.deepcopy(state) if is_whole else cut(state, parameter.shape, part.begin, part.end)
+            made.state[twin] = cut(inner.state[parameter], parameter, part.begin, part.end)
     return made
 
 
@@ -714,8 +727,8 @@ class ServedSteps:
                     own if server == self._group.rank else None, root=server
                 ):
                     parts.setdefault(number, {})[begin] = entry
-        shapes = {number: parameter.shape for parameter, number in numbers.items()}
-        entries = {number: joined(parts[number], shapes[number]) for number in parts}
+        parameters = {number: parameter for parameter, number in numbers.items()}
+        entries = {number: joined(parts[number], parameters[number]) for number in parts}
         return state_of(self.strategy.name, self._optimizer, entries)
 
     def load_state(self, state: Mapping[str, Any]) -> None:

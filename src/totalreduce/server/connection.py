@@ -675,6 +675,8 @@ class Connection:
         with self._lock:
             if self._error is None and self._state != "ended":
                 self._error = error
+                with contextlib.suppress(TotalReduceError):  # nothing is received into the memory of failed calls
+                    self._messenger.close()
                 self._client.fail(error)
             self._state = "ended"
             self._lock.notify_all()

@@ -107,6 +107,9 @@ class Messenger:
         self._seats = dict(zip(group.ranks, seats, strict=True))
         #: By seat of another rank: its messages that were not handled, also such that have not come as a whole.
         self._incoming: dict[int, deque[Message]] = {s: deque() for s in seats if s != seats[group.rank]}
+        #: By seat of a server, and shard: what requests wait for, as told last. Earlier ones do not count any more.
+        self._waiting: dict[int, dict[int, Message]] = {seat: {} for seat in self._incoming}
+        self._waiting_lock = threading.Lock()
         #: By seat and number of a request: the memory for the values of its answer.
         self._rooms: dict[tuple[int, int], Array] = {}
         self._unsent = _Unsent()
@@ -183,22 +186,31 @@ class Messenger:
         expected = HEADER.size + (key_bytes + value_bytes if is_inline else 0)
         if len(message) != expected:
             raise ProtocolError(f"rank {source} sends a message of {len(message)} bytes where {expected} are expected")
-        if len(incoming) >= self._incoming_max:
+        if max(len(incoming), len(self._waiting[source])) >= self._incoming_max:
             raise ProtocolError(f"rank {source} sends more than {self._incoming_max} messages that were not handled")
         room = self._rooms.pop((source, header.number), None) if header.kind in (Kind.DONE, Kind.REFUSED) else None
+        room = room if header.kind is Kind.DONE else None
         keys = np.empty(header.end, spec.key_dtype) if key_bytes else None
         values = _memory(room, value_bytes, spec.value_dtype(header)) if value_bytes else None
         views = [_bytes_of(array) for array in (keys, values) if array is not None]
         whole = Message(header, keys, values)
-        incoming.append(whole)
         self.num_bytes["received"] += whole.num_bytes
         arrived = partial(self._post, partial(self._arrived, source))
         if not is_inline:
+            incoming.append(whole)
             return Bodies(views, arrived)
         begin = HEADER.size
         for view in views:
             view[:] = message[begin : begin + len(view)]
             begin += len(view)
+        if header.kind is Kind.WAITING:
+            with self._waiting_lock:
+                is_posted = header.shard in self._waiting[source]
+                self._waiting[source][header.shard] = whole
+            if not is_posted:
+                self._post(partial(self._told, source, header.shard))
+            return None
+        incoming.append(whole)
         arrived()
         return None
 
@@ -228,6 +240,12 @@ class Messenger:
         if self._seats[peer] in self.talking or (self._is_renewed and self.talking):
             where = "before its connection to the parameter server"
             self._fail(PeerLost(peer, f"it has closed its group {where}; {reason}"))
+
+    def _told(self, source: int, shard: int) -> None:
+        """Handle the last message about what requests wait for, of which a server may send many."""
+        with self._waiting_lock:
+            message = self._waiting[source].pop(shard)
+        self._handle(source, message)
 
     def _arrived(self, source: int) -> None:
         """Handle the first message of a rank that was not handled; it has come as a whole."""

@@ -163,7 +163,10 @@ class StromSession:
         self._replica.write(self._tensors, self._common)
 
     def state(self) -> Mapping[str, Any]:
-        """Return the number of steps, the largest learning rate, the common parameters, and what was not sent."""
+        """Return the number of steps, the largest learning rate, the common parameters, and what was not sent.
+
+        The learning rate is that of this rank. A rank that joins goes on with another rank's.
+        """
         shared = {"steps": self._steps, "largest_rate": self._largest_rate, "common": self._common}
         return {"shared": shared, "own": {"rest": self._rest}}
 

@@ -3,7 +3,8 @@
 * A connection is made when a message for a peer is ready. The peer uses it for the other direction too, unless it has
   opened one itself at the same moment; then each rank sends on its own one. Messages of one sender never change over.
 * Messages of large operations (``OperationLayout.is_bulk``) have a connection of their own, so that a small message
-  never waits until a large one has left, only for what the network card queues.
+  never waits until a large one has left, only for what the network card queues. Bodies of channel messages (the values
+  of a parameter server) leave by the first connection, in order with their messages: a small message may wait for one.
 * ``TCP_NOTSENT_LOWAT`` keeps the data that cannot be overtaken small; each message is chosen at the last moment.
 * Heartbeats go both ways on every connection, so a stopped process and a cut link show as silence. They wake no
   process: every rank asks its kernel when something last arrived. A crash shows at once, as the end of the connection.
