@@ -37,7 +37,7 @@ __all__ = ["PsFaultsFigure", "PsFaultsParameters", "bench_ps_faults", "measure_p
 _LINES_MAX = 3
 #: A pull that waits for the recovery begins at most so long after the fault.
 _NOTICED_S = 2.0
-#: A pull that takes longer has waited.
+#: A pull or a push that takes longer has waited.
 _SLOW_S = 0.05
 
 
@@ -219,15 +219,24 @@ def measure_ps_faults(
 def _resumed(at: float, logs: list[list[dict[str, Any]]]) -> tuple[float, float]:
     """Return when, after a fault, all processes that were not killed have ended their first and longest slow pulls.
 
-    A pull is disturbed if it began at most ``_NOTICED_S`` after the fault, and is slow.
+    A wait is disturbed if its step began at most ``_NOTICED_S`` after the fault, and it is slow. If the first one is
+    that of a push, the pull behind it is the first one that the servers answer after the fault.
     """
     first = longest = 0.0
     for log in logs:
         if not log or not log[0]["at"] < at < log[-1]["pulled"]:
             continue  # it was not there yet, or was killed
-        around = [line for line in log if line["pulled"] > at and line["at"] < at + _NOTICED_S]
-        slow = [line for line in around if line["pulled"] - line["at"] > _SLOW_S]
-        if slow:
-            first = max(first, slow[0]["pulled"] - at)
-            longest = max(longest, max(slow, key=lambda line: line["pulled"] - line["at"])["pulled"] - at)
+        around = [line for line in log if line["pushed"] > at and line["at"] < at + _NOTICED_S]
+        waits = [
+            (seconds, answered)
+            for line, behind in zip(around, [*around[1:], None], strict=True)
+            for seconds, answered in (
+                (line["pulled"] - line["at"] if line["pulled"] > at else 0.0, line["pulled"]),
+                (line["pushed"] - line["pulled"], line["pushed"] if behind is None else behind["pulled"]),
+            )
+            if seconds > _SLOW_S
+        ]
+        if waits:
+            first = max(first, waits[0][1] - at)
+            longest = max(longest, max(waits)[1] - at)
     return first, longest

@@ -73,10 +73,11 @@ def work(config: PsFaultsConfig, folder: Path, rank: int, client: tr.ps.Connecti
             update = np.zeros((len(mine), config.num_workers), np.float32)
             update[:, rank] = 1
             client.push(mine, update).wait(120.0)
+            pushed = time.time()
             time.sleep(config.step_ms / 1e3)
             # "at" is when the step began. The injector takes a step that began after a decision on members for the sign
             # that all servers have the state. Its end says less: its answers may have come before the decision.
-            log.write(json.dumps({"done": step + 1, "at": begin, "pulled": pulled}) + "\n")
+            log.write(json.dumps({"done": step + 1, "at": begin, "pulled": pulled, "pushed": pushed}) + "\n")
     client.pull_range(0, config.keys, out).wait(120.0)
     wrong += int((out[:, rank] != counts).sum())
     (folder / f"final-{rank}.json").write_text(json.dumps({"wrong": wrong, "steps": done}))
