@@ -212,7 +212,7 @@ def enter_next_epoch(
 
 
 def _collect_soon(seat: int) -> None:
-    """Have Python look for objects of closed groups: they refer to each other, and keep arenas, whose size it ignores."""
+    """Have Python look for the objects of closed groups, which refer to each other, and keep arenas."""
     timer = threading.Timer(_COLLECT_AFTER_S + _COLLECT_APART_S * seat, gc.collect)
     timer.name, timer.daemon = "totalreduce-collect", True
     timer.start()
