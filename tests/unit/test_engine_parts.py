@@ -161,6 +161,18 @@ def test_channel_messages_with_bodies_leave_in_order_and_bodies_in_turn_with_dat
     assert engine.outbox.ready == set()
 
 
+def test_streams_that_are_never_read_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox_module, "_STREAM_FRAMES_MAX", 3)
+    outbox = Parts().outbox
+    for _ in range(3):
+        outbox.channel_stream(1, 7, b"", [], None)
+    outbox.check_reads(1)
+    outbox.channel_stream(1, 7, b"", [], None)
+    outbox.check_reads(2)
+    with pytest.raises(ProtocolError, match="rank 1 goes on sending messages and reads none of those sent to it"):
+        outbox.check_reads(1)
+
+
 @pytest.mark.parametrize(("skipped", "expected"), [(0, "mmc"), (2, "c"), (3, "c"), (5, "mc")])
 def test_messages_without_bodies_leave_before_the_farewell(skipped: int, expected: str) -> None:
     """Bodies are dropped with their messages and all behind them: half a stream would be a violation."""

@@ -7,7 +7,7 @@ import random
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -217,26 +217,29 @@ def measure_ps_faults(
 
 
 def _resumed(at: float, logs: list[list[dict[str, Any]]]) -> tuple[float, float]:
-    """Return when, after a fault, all processes that were not killed have ended their first and longest slow pulls.
+    """Return when, after a fault, all processes that were not killed had an answer to a pull again.
 
-    A wait is disturbed if its step began at most ``_NOTICED_S`` after the fault, and it is slow. If the first one is
-    that of a push, the pull behind it is the first one that the servers answer after the fault.
+    Returns:
+        The seconds after the first slow wait of each process, and after its longest one; of the slowest process.
     """
     first = longest = 0.0
     for log in logs:
         if not log or not log[0]["at"] < at < log[-1]["pulled"]:
             continue  # it was not there yet, or was killed
-        around = [line for line in log if line["pushed"] > at and line["at"] < at + _NOTICED_S]
-        waits = [
-            (seconds, answered)
-            for line, behind in zip(around, [*around[1:], None], strict=True)
-            for seconds, answered in (
-                (line["pulled"] - line["at"] if line["pulled"] > at else 0.0, line["pulled"]),
-                (line["pushed"] - line["pulled"], line["pushed"] if behind is None else behind["pulled"]),
-            )
-            if seconds > _SLOW_S
-        ]
+        waits = [(seconds, answered) for seconds, answered in _waits(at, log) if seconds > _SLOW_S]
         if waits:
             first = max(first, waits[0][1] - at)
             longest = max(longest, max(waits)[1] - at)
     return first, longest
+
+
+def _waits(at: float, log: list[dict[str, Any]]) -> Iterator[tuple[float, float]]:
+    """Yield how long the pulls and pushes after a fault took, and when a pull was answered that shows their end.
+
+    For a pull that is its own end. Behind a push, it is that of the next pull.
+    """
+    around = [line for line in log if line["pushed"] > at and line["at"] < at + _NOTICED_S]
+    for line, behind in zip(around, [*around[1:], None], strict=True):
+        if line["pulled"] > at:
+            yield line["pulled"] - line["at"], line["pulled"]
+        yield line["pushed"] - line["pulled"], line["pushed"] if behind is None else behind["pulled"]

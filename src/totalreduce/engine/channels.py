@@ -136,7 +136,7 @@ class Channels:
 
         Nothing is sent to a rank that has left, nor after the group has ended.
         """
-        if not self._has_ended and peer not in self._members.departed:
+        if not self._members.have_ended and peer not in self._members.departed:
             self._outbox.channel_message(peer, number, message)
 
     def post_with_bodies(
@@ -153,7 +153,7 @@ class Channels:
         they have bodies or not. They may be overtaken by those of ``post``. Nothing is sent to a rank that has left,
         nor after the group has ended.
         """
-        if not self._has_ended and peer not in self._members.departed:
+        if not self._members.have_ended and peer not in self._members.departed:
             self._outbox.channel_stream(peer, number, message, bodies, on_sent)
 
     def room(self, peer: int, number: int, num_bytes: int) -> memoryview | None:
@@ -162,7 +162,7 @@ class Channels:
         Raises:
             ProtocolError: No body of this channel follows, or it has fewer bytes; or other bytes of it are under way.
         """
-        if number in self._closed or self._has_ended:
+        if number in self._closed or self._members.have_ended:
             return None
         following = self._following.get(peer)
         is_known = following is not None and following.number == number and not following.is_under_way
@@ -186,11 +186,6 @@ class Channels:
             del self._following[peer]
             following.arrived()
 
-    @property
-    def _has_ended(self) -> bool:
-        """Whether all channels have been told that no more messages will come."""
-        return self._members.closed or self._members.lost is not None
-
     def arrived(self, peer: int, number: int, piece: bytes, *, last: bool, now: float) -> None:
         """Handle a piece of a message.
 
@@ -201,7 +196,7 @@ class Channels:
         known, message = self._partial.pop(peer, (number, None))
         if known != number:
             raise ProtocolError(f"rank {peer} sends a message through one channel in the midst of another one's")
-        if number in self._closed or self._has_ended:
+        if number in self._closed or self._members.have_ended:
             return
         if message is not None or not last:
             message = bytearray() if message is None else message

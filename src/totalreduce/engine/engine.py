@@ -540,7 +540,7 @@ class Engine:
                 Otherwise another rank has reported the loss, and the group ends even if ``peer`` had departed.
         """
         members = self.members
-        if members.lost is not None or members.closed:
+        if members.have_ended:
             return
         if first_hand and peer in members.departed:
             # If only another rank has reported the departure, the pending operations have not been checked, and the

@@ -46,6 +46,11 @@ class Members:
         """The number of ranks."""
         return len(self.everybody)
 
+    @property
+    def have_ended(self) -> bool:
+        """Whether this rank has closed the group, or a rank is lost: nothing more is exchanged."""
+        return self.closed or self.lost is not None
+
     def check_usable(self) -> None:
         """Raise an error if nothing can be submitted any more.
 

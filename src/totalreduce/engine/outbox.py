@@ -175,6 +175,11 @@ class OutgoingMessage:
 AnswerWriter = Callable[[int, _Key], tuple[_Key, bytes]]
 
 
+def _is_body(frame: OutgoingMessage) -> bool:
+    """Return whether this is a part of a body that follows a message of a channel."""
+    return frame.header[3] == _CHANNEL_BODY
+
+
 def pieces(message: bytes) -> Iterator[tuple[bytes, bool]]:
     """Yield the bodies of the frames of a channel message, and whether each is the last one."""
     for begin in range(0, max(1, len(message)), PIECE_BYTES):
@@ -289,7 +294,7 @@ class Outbox:
         stream = self._streams.get(peer)
         if not stream:
             return None
-        if stream[0].header[3] == _CHANNEL_BODY:
+        if _is_body(stream[0]):
             if competes and peer in self._gives_way:
                 self._gives_way.discard(peer)
                 return None
@@ -336,10 +341,9 @@ class Outbox:
         waited for at the end.
         """
         controls = self._controls.setdefault(peer, deque())
-        frames = [frame.header[3] for frame in self._streams.get(peer, ())]
-        first = frames.index(_CHANNEL_BODY) if _CHANNEL_BODY in frames else len(frames) + 1
-        for frame in itertools.islice(self._streams.pop(peer, ()), max(0, first - 1)):  # not the message of this body
-            controls.append(frame)
+        stream = self._streams.pop(peer, deque())
+        while stream and not any(map(_is_body, itertools.islice(stream, 2))):  # neither a body nor its message
+            controls.append(stream.popleft())
             self._channel_frames[peer] = self._channel_frames.get(peer, 0) + 1
             self.control_waits.add(peer)
         while self._answers.get(peer):

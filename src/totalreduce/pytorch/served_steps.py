@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple, final
+from typing import Any, Final, Literal, NamedTuple, Self, final
 
 import numpy as np
 import torch
@@ -107,34 +107,36 @@ def _together(parts: Sequence[Part]) -> list[Part]:
     return found
 
 
-@final
-class _Twins:
-    """Copies of parts of the program's parameters, which are parameters of another torch optimizer.
+class _Twin(NamedTuple):
+    """A copy of a part of one of the program's parameters, which is a parameter of the server's torch optimizer.
 
-    A copy of a whole parameter has its shape, another one is one-dimensional. All are contiguous, as their gradients
-    and states are: fused optimizers of torch ignore the order of the elements in memory.
+    A copy of a whole parameter has its shape, another one is one-dimensional. It is contiguous, as its gradient and its
+    state are: fused optimizers of torch ignore the order of the elements in memory.
+
+    Attributes:
+        original: The program's parameter.
+        part: The part of it.
+        copy: The copy.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], parts: Sequence[Part]) -> None:
-        """Copy these parts of the program's parameters."""
-        self.parts = [(parameters[part.tensor], part) for part in parts]
-        values = [self._values(*each).clone(memory_format=torch.contiguous_format) for each in self.parts]
-        self.copies = [torch.nn.Parameter(each) for each in values]
+    original: torch.nn.Parameter
+    part: Part
+    copy: torch.nn.Parameter
+
+    @classmethod
+    def of(cls, original: torch.nn.Parameter, part: Part) -> Self:
+        """Copy a part of a parameter."""
+        values = _values_of(original, part).clone(memory_format=torch.contiguous_format)
+        return cls(original, part, torch.nn.Parameter(values))
 
     def reload(self) -> None:
-        """Take over the present values of the program's parameters."""
-        for each, twin in zip(self.parts, self.copies, strict=True):
-            twin.data.copy_(self._values(*each))
+        """Take over the present values of the program's parameter."""
+        self.copy.data.copy_(_values_of(self.original, self.part))
 
-    def of(self, parameter: torch.nn.Parameter) -> list[tuple[Part, torch.nn.Parameter]]:
-        """Return the parts of a parameter, and their copies."""
-        found = zip(self.parts, self.copies, strict=True)
-        return [(part, twin) for (original, part), twin in found if original is parameter]
 
-    @staticmethod
-    def _values(parameter: torch.nn.Parameter, part: Part) -> torch.Tensor:
-        values = parameter.detach()
-        return values if part.size == values.numel() else values.reshape(-1)[part.begin : part.end]
+def _values_of(parameter: torch.nn.Parameter, part: Part) -> torch.Tensor:
+    values = parameter.detach()
+    return values if part.size == values.numel() else values.reshape(-1)[part.begin : part.end]
 
 
 @final
@@ -155,9 +157,9 @@ class _Share:
         dtype: np.dtype[Any],
     ) -> None:
         """Copy these parts of the parameters; ``inner``: the worker's optimizer."""
-        self._twins = _Twins(parameters, parts)
+        self._twins = [_Twin.of(parameters[part.tensor], part) for part in parts]
         self._optimizer = _optimizer_like(inner, self._twins)
-        self._replica = ModelReplica(self._twins.copies, inner, dtype)
+        self._replica = ModelReplica([twin.copy for twin in self._twins], inner, dtype)
         self.dtype = dtype
         self.gradient_bytes = (sum(self._replica.sizes) + len(parts)) * dtype.itemsize
         self.rates: Array = np.zeros(0)
@@ -165,28 +167,29 @@ class _Share:
     @property
     def is_empty(self) -> bool:
         """Whether there are no parameters."""
-        return not self._twins.copies
+        return not self._twins
 
     def values(self) -> Array:
         """Return a copy of the values as they are now."""
-        return self._replica.read(range(len(self._twins.copies)))
+        return self._replica.read(range(len(self._twins)))
 
     def state(self) -> list[tuple[torch.nn.Parameter, int, dict[str, Any]]]:
         """Return a copy of the optimizer's state: the program's parameter, the part's first element, and its state."""
         states = {} if self._optimizer is None else self._optimizer.state
-        twins = zip(self._twins.parts, self._twins.copies, strict=True)
-        return [(original, part.begin, saved(states[twin])) for (original, part), twin in twins if twin in states]
+        twins = [twin for twin in self._twins if twin.copy in states]
+        return [(twin.original, twin.part.begin, saved(states[twin.copy])) for twin in twins]
 
     def reload(self, inner: torch.optim.Optimizer) -> None:
         """Take over the program's parameters and the state of its optimizer."""
-        self._twins.reload()
+        for twin in self._twins:
+            twin.reload()
         self._optimizer = _optimizer_like(inner, self._twins)
 
     def apply(self, gradient: Array, factor: float) -> None:
         """Take a step with a gradient times a factor. Parts of which no rank had a gradient stay as they are."""
-        copies = self._twins.copies
-        begin, present = 0, gradient[gradient.size - len(copies) :]
-        for number, parameter in enumerate(copies):
+        begin, present = 0, gradient[gradient.size - len(self._twins) :]
+        for number, twin in enumerate(self._twins):
+            parameter = twin.copy
             part = torch.from_numpy(gradient[begin : begin + parameter.numel()]).view(parameter.shape)
             begin += parameter.numel()
             parameter.grad = (part * factor).to(parameter.device, parameter.dtype) if present[number] else None
@@ -362,7 +365,7 @@ class Sent:
                 raise error
 
 
-def _optimizer_like(inner: torch.optim.Optimizer, twins: _Twins) -> torch.optim.Optimizer | None:
+def _optimizer_like(inner: torch.optim.Optimizer, twins: Sequence[_Twin]) -> torch.optim.Optimizer | None:
     """Return an optimizer of the same kind, settings and state for parts of its parameters; ``None`` without any.
 
     Raises:
@@ -374,10 +377,10 @@ def _optimizer_like(inner: torch.optim.Optimizer, twins: _Twins) -> torch.optim.
             f"a strategy with servers does not support {kind}: servers have dense gradients, and no closure. Use "
             "another torch optimizer, or a strategy without servers, as tr.LocalSGD()"
         )
-    if not twins.copies:
+    if not twins:
         return None
     groups = [
-        {**group, "params": [twin for parameter in group["params"] for _, twin in twins.of(parameter)]}
+        {**group, "params": [twin.copy for each in group["params"] for twin in twins if twin.original is each]}
         for group in inner.param_groups
     ]
     accepted = inspect.signature(type(inner)).parameters
@@ -388,7 +391,7 @@ def _optimizer_like(inner: torch.optim.Optimizer, twins: _Twins) -> torch.optim.
             f"a strategy with servers needs a second {kind} for the server, and it cannot be made of the settings of "
             f"the first one ({error}). Its constructor must take param_groups and its defaults"
         ) from error
-    for (parameter, part), twin in zip(twins.parts, twins.copies, strict=True):
+    for parameter, part, twin in twins:
         if parameter in inner.state:
             made.state[twin] = cut(inner.state[parameter], parameter, part.begin, part.end)
     return made
@@ -727,8 +730,7 @@ class ServedSteps:
                     own if server == self._group.rank else None, root=server
                 ):
                     parts.setdefault(number, {})[begin] = entry
-        parameters = {number: parameter for parameter, number in numbers.items()}
-        entries = {number: joined(parts[number], parameters[number]) for number in parts}
+        entries = {number: joined(parts[number], each) for each, number in numbers.items() if number in parts}
         return state_of(self.strategy.name, self._optimizer, entries)
 
     def load_state(self, state: Mapping[str, Any]) -> None:

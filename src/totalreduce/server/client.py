@@ -693,15 +693,14 @@ class Client:
         if request.out is not None and not request.is_lent:
             assert request.places is not None
             room, request.is_lent = request.places.memory(request.out), True
-        header = message.header
-        if header.form is not Form.LIST:
-            return replace(message, room=room)
-        if lane.lists.get(header.digest):
+        header, keys = message.header, message.keys
+        if header.form is Form.LIST and lane.lists.get(header.digest):
             self.lists["digest"] += 1
-            return Message(replace(header, form=Form.DIGEST), None, message.values, room)
-        self.lists["list"] += 1
-        lane.lists.put(header.digest, True, list_bytes(header.end))
-        return replace(message, room=room)
+            header, keys = replace(header, form=Form.DIGEST), None
+        elif header.form is Form.LIST:
+            self.lists["list"] += 1
+            lane.lists.put(header.digest, True, list_bytes(header.end))
+        return Message(header, keys, message.values, room)
 
     def _refused(self, request: _Request, error: RefusedError) -> None:
         call, message = request.call, request.message

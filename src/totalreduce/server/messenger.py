@@ -98,7 +98,7 @@ class Messenger:
             may_leave: Returns whether neither this worker nor this server needs a rank any more.
             fail: Is told that a rank is lost.
         """
-        self._group, self._spec, self._runner = group, spec, group.operations.runner
+        self._spec, self._runner = spec, group.operations.runner
         self._incoming_max, self._is_renewed = incoming_max, is_renewed
         self._post, self._handle, self._may_leave, self._fail = post, handle, may_leave, fail
         self._number = operation_id(f"parameter server {group.operations.scope!r} {name!r}")
@@ -189,7 +189,8 @@ class Messenger:
         if max(len(incoming), len(self._waiting[source])) >= self._incoming_max:
             raise ProtocolError(f"rank {source} sends more than {self._incoming_max} messages that were not handled")
         room = self._rooms.pop((source, header.number), None) if header.kind in (Kind.DONE, Kind.REFUSED) else None
-        room = room if header.kind is Kind.DONE else None
+        if header.kind is Kind.REFUSED:
+            room = None  # a text follows, and no values
         keys = np.empty(header.end, spec.key_dtype) if key_bytes else None
         values = _memory(room, value_bytes, spec.value_dtype(header)) if value_bytes else None
         views = [_bytes_of(array) for array in (keys, values) if array is not None]

@@ -115,9 +115,8 @@ class StromSession:
         if overlap:  # otherwise the messages of this step are applied before the next one
             self._replica.write(self._tensors, self._common)
         threshold = self._threshold()
-        block, is_plain = self._take(threshold)
+        exchange = _exchange(*self._take(threshold), self._rest.size, self._world_size)
         self._warn_if_behind(threshold)
-        exchange = _exchange(block, 0.0 if is_plain else threshold, self._rest.size, self._world_size)
         return [Pending(self._steps % (overlap + 1), self._steps + overlap, exchange)]
 
     def _threshold(self) -> float:
@@ -128,8 +127,8 @@ class StromSession:
         share = rate / self._largest_rate if self._largest_rate else 1.0
         return max(MINIMUM, smallest, share * settings.threshold)
 
-    def _take(self, threshold: float) -> tuple[Array, bool]:
-        """Take from the rest what is sent; return the message, and whether it has plain values.
+    def _take(self, threshold: float) -> tuple[Array, float]:
+        """Take from the rest what is sent; return the message, and its threshold, which is 0 if it has plain values.
 
         Values that no code can express (NaN, infinite, beyond 1e30) are sent plain, so that all ranks see them.
         """
@@ -137,10 +136,10 @@ class StromSession:
         room = np.empty(codec.bytes_max(self._rest.size), np.uint8)
         used = codec.encode(self._rest, room, keeps=True)
         if used != TOO_LARGE:
-            return room[:used].copy(), False
+            return room[:used].copy(), threshold
         plain = self._rest
         self._rest = np.zeros_like(plain)
-        return plain.view(np.uint8), True
+        return plain.view(np.uint8), 0.0
 
     def _warn_if_behind(self, threshold: float) -> None:
         """Warn once, on rank 0, if the threshold is too small for the updates. Looks after 1, 2, 4, 8, ... steps."""
@@ -188,18 +187,22 @@ def _exchange(block: Array, threshold: float, count: int, world_size: int) -> Ge
     """
     header = np.array([(block.size, threshold)], _HEADER)
     came = yield Allgather(header.view(np.uint8), [_HEADER.itemsize] * world_size)
-    headers = [np.ascontiguousarray(each).view(_HEADER)[0] for each in came]
-    sizes, thresholds = [int(each["size"]) for each in headers], [float(each["threshold"]) for each in headers]
-    for source, (size, each) in enumerate(zip(sizes, thresholds, strict=True)):
-        if each and not MINIMUM <= each <= MAXIMUM:
-            raise ProtocolError(f"rank {source} announces a threshold of {each:g}")
-        if not (0 <= size <= Threshold(threshold=each).bytes_max(count) if each else size == 4 * count):
+    sizes: list[int] = []
+    codecs: list[Threshold | None] = []  #: ``None``: the message has plain values.
+    for source, each in enumerate(came):
+        size, its_threshold = np.ascontiguousarray(each).view(_HEADER)[0].item()
+        if its_threshold and not MINIMUM <= its_threshold <= MAXIMUM:
+            raise ProtocolError(f"rank {source} announces a threshold of {its_threshold:g}")
+        codec = Threshold(threshold=its_threshold) if its_threshold else None
+        if not (size == 4 * count if codec is None else 0 <= size <= codec.bytes_max(count)):
             raise ProtocolError(f"rank {source} announces a message of {size} bytes for {count} elements")
+        sizes.append(size)
+        codecs.append(codec)
     blocks = yield Allgather(block, sizes)
     total = np.zeros(count, np.float32)
-    for message, each in zip(blocks, thresholds, strict=True):
-        if each:
-            Threshold(threshold=each).decode(message, total, adds=True)
-        else:
+    for message, codec in zip(blocks, codecs, strict=True):
+        if codec is None:
             total += np.ascontiguousarray(message).view(np.float32)
+        else:
+            codec.decode(message, total, adds=True)
     return total
