@@ -28,7 +28,7 @@ import torch.distributed as dist
 from sparse_tasks import OPTIMIZERS, TASKS, Task, evaluate, loss_of, make_task
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
-from torch.distributed.algorithms.model_averaging import averagers
+from torch.distributed.algorithms.model_averaging import averagers, utils
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -218,7 +218,11 @@ def _post_local(
     )
     replica.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
     averager = averagers.PeriodicModelAverager(period=period_of(method), warmup_steps=start)
-    return Replica(replica, PostLocalSGDOptimizer(optimizer, averager), schedule, _nothing, _nothing, _nothing)
+
+    def finish() -> None:
+        utils.average_parameters(iter(replica.parameters()), dist.group.WORLD)
+
+    return Replica(replica, PostLocalSGDOptimizer(optimizer, averager), schedule, _nothing, finish, _nothing)
 
 
 def _torchft(

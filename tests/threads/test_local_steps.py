@@ -39,12 +39,16 @@ def inner_of(model: torch.nn.Module, kind: str = "sgd") -> torch.optim.Optimizer
 def train(group: Group, sync: Strategy | None, steps: int, dtype=DOUBLE, kind: str = "sgd") -> torch.nn.Module:
     model = Net(dtype)
     optimizer = DistributedOptimizer(inner_of(model, kind), model, group=group, sync=sync)
+    take_steps(model, optimizer, group, steps, dtype)
+    optimizer.close()
+    return model
+
+
+def take_steps(model: torch.nn.Module, optimizer: DistributedOptimizer, group: Group, steps: int, dtype=DOUBLE) -> None:
     for batch in batches(steps, dtype=dtype):
         optimizer.zero_grad()
         loss_of(model, shard(batch, group)).backward()
         optimizer.step()
-    optimizer.close()
-    return model
 
 
 class OneOf:
@@ -80,8 +84,11 @@ class TorchReplica:
         self.write(range(len(self.sizes)), everything)
 
 
-def in_one_process(sync: Strategy, world_size: int, steps: int) -> list[torch.Tensor]:
-    """Train one model per rank, one after the other, with the exchanges in lockstep."""
+def in_one_process(sync: Strategy, world_size: int, steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Train one model per rank, one after the other, with the exchanges in lockstep.
+
+    Returns, by rank, the parameters after the last step, and after the end of training.
+    """
     models = [Net(DOUBLE) for _ in range(world_size)]
     optimizers = [inner_of(model) for model in models]
     sessions = [sync.session(TorchReplica(model), rank, world_size) for rank, model in enumerate(models)]
@@ -95,9 +102,18 @@ def in_one_process(sync: Strategy, world_size: int, steps: int) -> list[torch.Te
         for pending in zip(*begun, strict=True):
             waiting.append((pending, run_exchanges([each.exchange for each in pending])[0]))
         while waiting and waiting[0][0][0].due <= step:
-            for session, each, result in zip(sessions, *waiting.pop(0), strict=True):
-                session.apply(each.channel, result)
-    return [flat(model) for model in models]
+            apply(sessions, *waiting.pop(0))
+    before = [flat(model) for model in models]
+    for each in waiting:
+        apply(sessions, *each)
+    for pending in zip(*[session.ending() for session in sessions], strict=True):
+        apply(sessions, pending, run_exchanges([each.exchange for each in pending])[0])
+    return list(zip(before, [flat(model) for model in models], strict=True))
+
+
+def apply(sessions: list, pending: tuple, results: list) -> None:
+    for session, each, result in zip(sessions, pending, results, strict=True):
+        session.apply(each.channel, result)
 
 
 STRATEGIES = [
@@ -115,10 +131,65 @@ STRATEGIES = [
 @pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize("sync", STRATEGIES, ids=str)
 def test_ranks_compute_what_one_process_computes(sync: Strategy, world_size: int) -> None:
+    def body(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+        model = Net(DOUBLE)
+        optimizer = DistributedOptimizer(inner_of(model), model, group=group, sync=sync)
+        take_steps(model, optimizer, group, 9)
+        before = flat(model)
+        optimizer.local_steps.finish()
+        assert optimizer.local_steps.spread() == 0
+        optimizer.close()
+        return before, flat(model)
+
     expected = in_one_process(sync, world_size, 9)
-    models = run_ranks(world_size, lambda group: flat(train(group, sync, 9)))
-    for mine, other in zip(models, expected, strict=True):
+    for mine, other in zip(run_ranks(world_size, body), expected, strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
+
+
+def test_finish_that_ran_out_of_time_is_repeated() -> None:
+    """Rank 1 is late for the exchange that is under way, and then for the last average."""
+
+    def body(group: Group) -> tuple[float, int]:
+        model = torch.nn.Linear(1, 1, bias=False, dtype=DOUBLE)
+        torch.nn.init.zeros_(model.weight)
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        sync = DiLoCo(period=2, overlap=1, mix=0.0, outer=Nesterov(1.0, 0.0))
+        optimizer = DistributedOptimizer(inner, model, group=group, sync=sync)
+        errors = 0
+
+        def is_refused_meanwhile() -> None:
+            for call in (optimizer.step, optimizer.local_steps.state):
+                with pytest.raises(ConfigurationError, match=r"finish\(\) was interrupted"):
+                    call()
+
+        for step in range(5):
+            if step in (2, 4):
+                if group.rank == 1:
+                    time.sleep(1.0)
+                errors += repeat_until_done(optimizer.local_steps.finish, is_refused_meanwhile)
+            optimizer.zero_grad()
+            (-model.weight * (group.rank + 1)).sum().backward()
+            optimizer.step()
+        optimizer.local_steps.finish()
+        return model.weight.item(), errors
+
+    (first, errors), (second, none) = run_ranks(2, body, engine=EngineConfig(timeout_s=0.3))
+    assert (first, second) == (7.5, 7.5)  # five steps of 1.5
+    assert errors >= 2
+    assert none == 0
+
+
+def test_finish_after_more_steps_than_other_ranks_is_an_error() -> None:
+    """A period ends after two steps, so that rank 0 has nothing to exchange after them."""
+
+    def body(group: Group) -> None:
+        model = Net(DOUBLE)
+        optimizer = DistributedOptimizer(inner_of(model), model, group=group, sync=LocalSGD(period=2))
+        take_steps(model, optimizer, group, 2 + group.rank)
+        optimizer.local_steps.finish()
+
+    with pytest.raises(DeadlineExceededError, match="same number of steps"):
+        run_ranks(2, body, engine=EngineConfig(timeout_s=0.3))
 
 
 @pytest.mark.parametrize("world_size", SIZES)

@@ -1,5 +1,6 @@
 """Strategies, their ranks in lockstep: what they compute, beside loops in plain NumPy."""
 
+import copy
 import dataclasses
 import math
 from dataclasses import dataclass
@@ -476,6 +477,63 @@ def test_a_run_goes_on_from_its_state_bit_by_bit(strategy) -> None:
     second.steps = 7
     run(strategy, 4, 5, np.float32, second, 7)
     np.testing.assert_array_equal(everybody(second), everybody(whole))
+
+
+@sizes
+@pytest.mark.parametrize("strategy", ALL, ids=str)
+def test_at_the_end_all_ranks_have_the_same_parameters(strategy, world_size: int) -> None:
+    """The mean of all ranks, with what codecs have kept back; with EASGD the centre; with Strom what all have."""
+    ranks = run(strategy, world_size, 7)
+    states = [copy.deepcopy(session.state()) for session in ranks.sessions]
+    owns, shared, before = [state["own"] for state in states], states[0]["shared"], everybody(ranks)
+    ranks.finish()
+    after = everybody(ranks)
+    if isinstance(strategy, EASGD):
+        expected = shared["centre"]
+    elif isinstance(strategy, Strom):
+        expected = shared["common"]
+    elif isinstance(strategy, DiLoCo | SlowMo):  # rests of common parameters minus own ones
+        expected = np.mean(before - [np.concatenate(own["rests"]) for own in owns], axis=0)
+    elif isinstance(strategy, Gossip):
+        expected = np.mean(before * [[own["weight"]] for own in owns], axis=0)
+    else:
+        has_rest = owns[0]["rest"].size > 0
+        expected = np.mean(before + [own["rest"] if has_rest else np.zeros(N) for own in owns], axis=0)
+    assert len({parameters.tobytes() for parameters in after}) == 1
+    np.testing.assert_allclose(after[0], expected, rtol=0, atol=1e-12)
+
+
+@sizes
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_gossip_ends_with_the_mean_of_all_ranks(world_size: int, overlap: int) -> None:
+    """Also of what is under way. Updates that do not depend on the parameters change the mean by their own mean."""
+    ranks = run(Gossip(overlap=overlap), world_size, 7)
+    ranks.finish()
+    mean = np.mean([update(step, rank) for step in range(7) for rank in range(world_size)], axis=0) * 7
+    np.testing.assert_allclose(everybody(ranks), np.concatenate(start()) + np.tile(mean, (world_size, 1)), atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", ALL, ids=str)
+def test_training_goes_on_after_its_end(strategy) -> None:
+    """Ranks that have finished go on as ranks do that begin with these parameters, weights and velocities."""
+    ranks = run(strategy, 4, 5)
+    ranks.finish()
+    middle = everybody(ranks)
+    run(strategy, 4, 8, ranks=ranks, first=5)
+    ranks.finish()
+    assert len({parameters.tobytes() for parameters in everybody(ranks)}) == 1
+    updates = np.mean([update(step, rank) for step in range(5, 13) for rank in range(4)], axis=0) * 8
+    if isinstance(strategy, LocalSGD | PostLocalSGD | Gossip):
+        np.testing.assert_allclose(everybody(ranks), middle + updates, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("strategy", [LocalSGD(period=3), DiLoCo(period=3), PostLocalSGD(start=6), SlowMo(period=6)])
+def test_nothing_is_exchanged_at_the_end_if_all_ranks_have_the_same_parameters(strategy) -> None:
+    ranks = run(strategy, 3, 6)
+    before, sent = everybody(ranks), ranks.sent.copy()
+    ranks.finish()
+    np.testing.assert_array_equal(everybody(ranks), before)
+    np.testing.assert_array_equal(ranks.sent, sent)
 
 
 def test_periods_save_bytes() -> None:

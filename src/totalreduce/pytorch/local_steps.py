@@ -8,6 +8,7 @@ that the strategy has named: the same one on all ranks, however fast each of the
 from __future__ import annotations
 
 import copy
+import math
 import time
 import weakref
 from collections import deque
@@ -120,6 +121,8 @@ class LocalSteps:
         self._steps, self._samples = 0, 0.0
         self.is_interrupted, self.waited_s = False, 0.0
         self._joining: _Joining | None = None  #: While ``join`` runs, or must be repeated.
+        #: While ``finish`` runs, or must be repeated: whether the results of all exchanges before it have been applied.
+        self._finishing: bool | None = None
         self._loss: Any = None  #: That of the closure of an interrupted step.
         self._end = weakref.finalize(self, self._worker.close)
 
@@ -140,6 +143,7 @@ class LocalSteps:
         """
         if self._joining is not None:
             raise ConfigurationError("this rank has announced that it has no more data: repeat join() until it returns")
+        self._refuse_unfinished()
         if not self.is_interrupted:
             self._loss = self._inner.step() if closure is None else self._inner.step(closure)
         self.stepped()
@@ -193,15 +197,16 @@ class LocalSteps:
             DeadlineExceededError: An exchange takes longer than the group's ``timeout_s``. Repeat the call: it waits
                 on, and counts no second step.
         """
+        self._refuse_unfinished()
         if not self.is_interrupted:
             self._begin()
         self.is_interrupted = True
-        self._apply_due()
+        self._apply_due(self._steps)
         self.is_interrupted = False
 
-    def _apply_due(self) -> None:
-        """Wait for results that are due, and apply them."""
-        while self._waiting and self._waiting[0][0].due <= self._steps:
+    def _apply_due(self, steps: float) -> None:
+        """Wait for the results that are due after so many steps, and apply them."""
+        while self._waiting and self._waiting[0][0].due <= steps:
             pending, job = self._waiting[0]
             self._worker.hurry()
             result = self._result(job)
@@ -266,13 +271,36 @@ class LocalSteps:
                 for pending in session.join():
                     self._start(pending)
                     self._steps = pending.due
-            self._apply_due()
+            self._apply_due(self._steps)
             if session.num_active == 0:
                 joining.last = group.control.allreduce(joining.most, name="strategy/joined", op=ReduceOp.MAX)
         last = int(joining.last.wait()) % group.world_size
         session.end_join()
         self._joining = None
         return last
+
+    def finish(self) -> None:
+        """Give all ranks the same parameters at the end of training. Collective, after the same step on all ranks.
+
+        Results of exchanges under way are applied. Then, unless all ranks have the same parameters already, these
+        become the average of all ranks, sent without a codec, or with EASGD the centre. Training may go on afterwards.
+
+        Raises:
+            ConfigurationError: A call of ``step`` ran out of time and must be repeated.
+            PeerLost: A rank is lost.
+            DeadlineExceededError: An exchange takes longer than the group's ``timeout_s``. Repeat the call; until it
+                has returned, the strategy takes no step.
+        """
+        if self._finishing is None:
+            self._refuse_interrupted()
+            self._finishing = False
+        if not self._finishing:
+            self._apply_due(math.inf)
+            for pending in self._session.ending():
+                self._start(pending)
+            self._finishing = True
+        self._apply_due(self._steps)
+        self._finishing = None
 
     def trains(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Whether the strategy trains these parameters."""
@@ -341,7 +369,11 @@ class LocalSteps:
         Args:
             group: The ranks.
             name: Different from that of every other optimizer of the group.
+
+        Raises:
+            ConfigurationError: A rank was lost in ``finish``, so some ranks may have the last average and others not.
         """
+        self._refuse_unfinished()
         self._group = group
         self._worker = ExchangeWorker(GroupDriver(group, f"{name}.strategy"))
         self._end = weakref.finalize(self, self._worker.close)
@@ -353,7 +385,12 @@ class LocalSteps:
         self._session = self.strategy.session(self._replica, self._group.rank, self._group.world_size)
         self._session.load_state({"shared": shared, "own": self._session.state()["own"] if own is None else own})
 
+    def _refuse_unfinished(self) -> None:
+        if self._finishing is not None:
+            raise ConfigurationError("the last finish() was interrupted: repeat it until it returns")
+
     def _refuse_interrupted(self) -> None:
+        self._refuse_unfinished()
         if self.is_interrupted:
             raise ConfigurationError("the last step() was interrupted: repeat it until it returns")
 

@@ -167,18 +167,31 @@ class AveragingSession:
         """Note that all ranks have joined: training may go on."""
         self._has_joined, self.num_active = False, self._world_size
 
+    def ending(self) -> list[Pending]:
+        """Begin an average without a codec, unless the last step has ended a period or was synchronous."""
+        if self._steps <= self._start or not (self._steps - self._start) % self._settings.period:
+            return []
+        weight, self._weight = self._weight, 0.0
+        values = self._difference()
+        if self._settings.codec is not None:
+            values += self._rest
+            self._rest = np.zeros_like(self._rest)
+        return [Pending(_PARAMETERS, self._steps, self._average_of(values, weight, None))]
+
     def _begin_averages(self) -> list[Pending]:
         weight, self._weight = self._weight, 0.0
-        pending = [Pending(_PARAMETERS, self._steps, self._average_of_parameters(weight))]
+        exchange = self._average_of(self._difference(), weight, self._settings.codec)
+        pending = [Pending(_PARAMETERS, self._steps, exchange)]
         if self._settings.optimizer_state == "average":
             pending.append(Pending(_STATE, self._steps, self._average_of_state(weight)))
         return pending
 
-    def _average_of_parameters(self, weight: float) -> Exchange:
+    def _difference(self) -> Array:
+        """Return a copy of the parameters; with a codec, their difference to the last average."""
         values = self._replica.read(self._tensors)
         if self._settings.codec is not None:
             values -= self._last
-        return self._average_of(values, weight, self._settings.codec)
+        return values
 
     def _average_of_state(self, weight: float) -> Exchange:
         values, layout = self._replica.read_state(), self._replica.describe_state()

@@ -93,6 +93,11 @@ class EASGDSession:
         self._pulled = np.empty(0, self._centre.dtype)
         self._centre += self._centre.dtype.type(self._settings.beta) * result
 
+    def ending(self) -> list[Pending]:
+        """Set the parameters to the centre, which is the result of training, and equal on all ranks."""
+        self._replica.write(self._tensors, self._centre)
+        return []
+
     def state(self) -> Mapping[str, Any]:
         """Return the number of steps, the centre, and what was not sent."""
         return {"shared": {"steps": self._steps, "centre": self._centre}, "own": {"rest": self._rest}}

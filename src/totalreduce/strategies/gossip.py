@@ -20,7 +20,7 @@ import numpy as np
 from totalreduce.foundation import checks
 from totalreduce.kernels.arrays import Array
 from totalreduce.sparse.actions import Action, Messages
-from totalreduce.strategies.strategy import UNDER_WAY, Pending, Replica, Strategy
+from totalreduce.strategies.strategy import UNDER_WAY, Pending, Replica, Strategy, mean_of
 
 __all__ = ["Gossip", "GossipSession", "partners"]
 
@@ -92,6 +92,9 @@ class GossipSession:
         self._steps = self._number = 0
         self._tensors = range(len(replica.sizes))
         self._weight = 1.0
+        self._last_channel = settings.overlap + 1  #: That of ``ending``.
+        #: With overlap: the parameters before the step.
+        self._before = replica.read(self._tensors) if settings.overlap else np.empty(0, replica.dtype)
 
     def exchanges_gradients(self) -> bool:
         """Gradients are never exchanged."""
@@ -106,6 +109,8 @@ class GossipSession:
         del weight
         ends_period = self.begins_exchange()
         self._steps += 1
+        if self._settings.overlap:
+            self._count_whole_step()
         if not ends_period:
             return []
         to, source = partners(self._settings, self._number, self._rank, self._world_size)
@@ -120,16 +125,39 @@ class GossipSession:
         message = np.append(values * values.dtype.type(half), values.dtype.type(half))
         return [Pending(channel, due, _swap(message, to, source))]
 
+    def _count_whole_step(self) -> None:
+        """Divide the update of the step that has just ended by the weight, below 1 while messages are under way.
+
+        The paper adds updates to the product of parameters and weight. So an update counts wholly in the sum over all
+        ranks, whatever the weight of its rank is.
+        """
+        values = self._replica.read(self._tensors)
+        if self._weight != 1.0:
+            values = self._before + (values - self._before) / values.dtype.type(self._weight)
+            self._replica.write(self._tensors, values)
+        self._before = values
+
+    def ending(self) -> list[Pending]:
+        """Begin an average of the parameters of all ranks, weighted as push-sum does."""
+        values = self._replica.read(self._tensors)
+        values *= values.dtype.type(self._weight)
+        exchange = mean_of(values, None, self._rank, self._world_size, self._steps)
+        return [Pending(self._last_channel, self._steps, exchange)]
+
     def apply(self, channel: int, result: Any) -> None:
-        """Add what has come to this rank's share; ``None``: this rank has rested."""
-        del channel
+        """Add what has come to this rank's share; ``None``: this rank has rested. Or take the last average over."""
         if result is None:
             return
-        share, came, weight = self._weight, result[:-1], float(result[-1])
-        self._weight = share + weight
-        kind = result.dtype.type
-        values = self._replica.read(self._tensors)
-        self._replica.write(self._tensors, (values * kind(share) + came) / kind(self._weight))
+        if channel == self._last_channel:
+            self._weight, values = 1.0, result
+        else:
+            share, came, weight = self._weight, result[:-1], float(result[-1])
+            self._weight = share + weight
+            kind = result.dtype.type
+            values = (self._replica.read(self._tensors) * kind(share) + came) / kind(self._weight)
+        self._replica.write(self._tensors, values)
+        if self._settings.overlap:
+            self._before = values
 
     def state(self) -> Mapping[str, Any]:
         """Return the numbers of steps and exchanges, and the weight."""
@@ -139,6 +167,8 @@ class GossipSession:
         """Go on from a state."""
         self._steps, self._number = state["shared"]["steps"], state["shared"]["number"]
         self._weight = state["own"]["weight"]
+        if self._settings.overlap:
+            self._before = self._replica.read(self._tensors)
 
 
 def _rest() -> Generator[Action, Any, None]:

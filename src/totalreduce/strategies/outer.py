@@ -237,7 +237,13 @@ class OuterSession:
         return pending
 
     def apply(self, channel: int, result: Any) -> None:
-        """Move the common parameters of the channel's fragment, and the replica to them."""
+        """Move the common parameters of the channel's fragment, and the replica to them.
+
+        The channel after those of the fragments has the average of ``ending``.
+        """
+        if channel == len(self._fragments):
+            self._begin_anew(result)
+            return
         fragment, settings = self._fragments[channel], self._settings
         settings.outer.move(fragment.common, result, fragment.velocity)
         values = fragment.common
@@ -245,6 +251,23 @@ class OuterSession:
             mix = values.dtype.type(settings.mix)
             values = mix * fragment.read(self._replica) + (1 - mix) * values
         self._replica.write_range(fragment.begin, values)
+
+    def ending(self) -> list[Pending]:
+        """Begin an average of the parameters, unless the last step has made them equal. Velocities stay as they are."""
+        settings = self._settings
+        if not settings.overlap and len(self._fragments) == 1 and not self._steps % settings.period:
+            return []
+        values = np.concatenate([fragment.read(self._replica) - fragment.rest for fragment in self._fragments])
+        exchange = mean_of(values, None, self._rank, self._world_size, self._steps)
+        return [Pending(len(self._fragments), self._steps, exchange)]
+
+    def _begin_anew(self, values: Array) -> None:
+        """Take parameters over that all ranks have now."""
+        for fragment in self._fragments:
+            end = fragment.begin + fragment.common.size
+            fragment.common[:] = values[fragment.begin : end]
+            fragment.rest[:] = 0.0
+        self._replica.write_range(0, values)
 
     def state(self) -> Mapping[str, Any]:
         """Return the number of steps; common parameters and velocities; and what was not sent."""

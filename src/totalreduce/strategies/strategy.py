@@ -93,6 +93,12 @@ class StrategySession(Protocol):
     def apply(self, channel: int, result: Any) -> None:
         """Change the replica: the result of a channel's exchange, an array or ``None``, is due."""
 
+    def ending(self) -> list[Pending]:
+        """Make the replicas of all ranks equal, at the end of training: return the exchange that this needs, if any.
+
+        All results of earlier exchanges have been applied. More steps may follow.
+        """
+
     def state(self) -> Mapping[str, Any]:
         """Return the state: dicts and lists of numbers and arrays, which are not copied.
 

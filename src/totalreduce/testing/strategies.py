@@ -2,10 +2,12 @@
 
 ``StrategyRanks`` has a session and an array of parameters for each rank. ``step`` adds an update to each rank's
 parameters, as a local step does, and carries the exchanges out that begin; their results are applied when they are due.
+``finish`` ends a training.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -120,13 +122,27 @@ class StrategyRanks:
         begun = [
             session.stepped(1.0 if weights is None else weights[rank]) for rank, session in enumerate(self.sessions)
         ]
+        self._carry_out(begun)
+        self._apply_due(self.steps)
+
+    def finish(self) -> None:
+        """Make the parameters of all ranks equal, as ``local_steps.finish()`` does. More steps may follow."""
+        self._apply_due(math.inf)
+        self._carry_out([session.ending() for session in self.sessions])
+        self._apply_due(self.steps)
+
+    def _carry_out(self, begun: Sequence[list[Pending]]) -> None:
+        """Run the exchanges that begin after a step; ``begun``: by rank."""
         for pending in zip(*begun, strict=True):
             assert len({(each.channel, each.due) for each in pending}) == 1, "ranks begin different exchanges"
             results, traffic = run_exchanges([each.exchange for each in pending])
             self.sent += traffic.sent
             self._waiting.append((pending[0].due, list(zip(pending, results, strict=True))))
+
+    def _apply_due(self, steps: float) -> None:
+        """Apply the results that are due after so many steps."""
         for due, done in list(self._waiting):
-            if due <= self.steps:
+            if due <= steps:
                 self._waiting.remove((due, done))
                 for session, (each, result) in zip(self.sessions, done, strict=True):
                     session.apply(each.channel, result)
