@@ -30,6 +30,7 @@ slow = pytest.mark.slow
         ("local_sgd", [0, 7, 11, 13]),
         pytest.param("local_sgd, int8", [0, 5, 11, 13], marks=slow),
         pytest.param("diloco", [0, 5, 11, 13], marks=slow),
+        ("diloco, overlap", [0, 6, 10, 13]),
         pytest.param("slowmo", [0, 5, 11, 13], marks=slow),
         pytest.param("easgd", [0, 5, 11, 13], marks=slow),
         pytest.param("gossip", [0, 5, 11, 13], marks=slow),
@@ -50,27 +51,31 @@ def test_replaced_ranks_change_no_bit(tmp_path: Path, sync: str, versions: list[
 
 
 @slow
+@pytest.mark.parametrize("sync", ["diloco", "diloco, overlap"])
 @pytest.mark.parametrize(
     "deaths", ["1:0:forward", "1:6:forward,2:6:backward", "0:7:backward,2:5:forward", "1:26:forward"]
 )
-def test_ranks_that_die_at_other_times_change_no_bit(tmp_path: Path, deaths: str) -> None:
+def test_ranks_that_die_at_other_times_change_no_bit(tmp_path: Path, sync: str, deaths: str) -> None:
     """Before the first exchange; two at once; two in different steps of a period; after the last exchange."""
-    plain = run(tmp_path / "plain", "diloco", num_workers=4)
-    disturbed = run(tmp_path / "disturbed", "diloco", deaths, num_workers=4, more=["--replicas", "2"])
+    plain = run(tmp_path / "plain", sync, num_workers=4)
+    disturbed = run(tmp_path / "disturbed", sync, deaths, num_workers=4, more=["--replicas", "2"])
     assert list(map(without_epochs, disturbed.finals)) == list(map(without_epochs, plain.finals))
 
 
 @slow
-def test_a_rank_without_a_copy_begins_where_another_one_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sync", "version"), [("local_sgd", 7), ("diloco, overlap", 6)])
+def test_a_rank_without_a_copy_begins_where_another_one_is(tmp_path: Path, sync: str, version: int) -> None:
     """Its steps since the exchange are lost, as the documentation says: other bits, and no error."""
-    plain = run(tmp_path / "plain", "local_sgd")
-    disturbed = run(tmp_path / "disturbed", "local_sgd", "1:6:forward", more=["--replicas", "0"])
-    assert [event["version"] for event in disturbed.epochs()] == [0, 7]
+    plain = run(tmp_path / "plain", sync)
+    disturbed = run(tmp_path / "disturbed", sync, "1:6:forward", more=["--replicas", "0"])
+    assert [event["version"] for event in disturbed.epochs()] == [0, version]
     assert [final["version"] for final in disturbed.finals] == [final["version"] for final in plain.finals]
     assert disturbed.finals[0]["digest"] != plain.finals[0]["digest"]
 
 
-@pytest.mark.parametrize("sync", ["local_sgd", *(pytest.param(each, marks=slow) for each in ("diloco", "gossip"))])
+@pytest.mark.parametrize(
+    "sync", ["local_sgd", *(pytest.param(each, marks=slow) for each in ("diloco", "diloco, overlap", "gossip"))]
+)
 def test_without_a_lost_rank_the_others_go_on(tmp_path: Path, sync: str) -> None:
     made = run(tmp_path / "run", sync, "1:5:forward", num_workers=4, on_loss="shrink", restarts=0)
     assert [len(event["members"]) for event in made.epochs()] == [4, 3]
@@ -83,23 +88,25 @@ def test_without_a_lost_rank_the_others_go_on(tmp_path: Path, sync: str) -> None
 
 
 @slow
-def test_a_rank_that_joins_begins_with_the_common_state(tmp_path: Path) -> None:
-    made = run(tmp_path / "run", "diloco", "1:3:forward", more=["--hold", "3"], on_loss="shrink", min_ranks=2)
+@pytest.mark.parametrize("sync", ["diloco", "diloco, overlap"])
+def test_a_rank_that_joins_begins_with_the_common_state(tmp_path: Path, sync: str) -> None:
+    made = run(tmp_path / "run", sync, "1:3:forward", more=["--hold", "3"], on_loss="shrink", min_ranks=2)
     assert [len(event["members"]) for event in made.epochs()] == [3, 2, 3]
     assert len({final["version"] for final in made.finals}) == 1
 
 
 @slow
-def test_snapshots_have_the_state_of_each_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sync", ["diloco", "diloco, overlap"])
+def test_snapshots_have_the_state_of_each_rank(tmp_path: Path, sync: str) -> None:
     """A job that begins from version 10, in the middle of a period, ends with the bits of the job that has written."""
     folder = tmp_path / "snapshots"
-    first = run(tmp_path / "first", "diloco", more=["--snapshots", str(folder)])
+    first = run(tmp_path / "first", sync, more=["--snapshots", str(folder)])
     for version in sorted(folder.glob("version-*")):
         if int(version.name.partition("-")[2]) > 10:
             for path in sorted(version.rglob("*"), reverse=True):
                 path.rmdir() if path.is_dir() else path.unlink()
             version.rmdir()
-    second = run(tmp_path / "second", "diloco", more=["--snapshots", str(folder)])
+    second = run(tmp_path / "second", sync, more=["--snapshots", str(folder)])
     assert list(map(without_epochs, second.finals)) == list(map(without_epochs, first.finals))
     steps = [
         json.loads(line)["version"] for line in (tmp_path / "second" / "samples-0-0.jsonl").read_text().splitlines()

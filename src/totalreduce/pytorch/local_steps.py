@@ -31,6 +31,7 @@ from totalreduce.sparse.actions import Exchange
 from totalreduce.sparse.group_driver import GroupDriver
 from totalreduce.sparse.worker import ExchangeWorker, Job
 from totalreduce.strategies.averaging import AveragingSession
+from totalreduce.strategies.outer import OuterSession
 from totalreduce.strategies.strategy import Pending, Strategy
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.work import Work
@@ -38,7 +39,7 @@ from totalreduce.tensors.work import Work
 __all__ = ["LocalSteps"]
 
 #: The parts of a state, beside the strategy's name.
-_KEYS = ("steps", "samples", "results", "session")
+_KEYS = ("steps", "samples", "results", "under_way", "session")
 #: Exchanges are less urgent than gradients and than what somebody waits for.
 _PRIORITY = 1 << 20
 
@@ -115,8 +116,9 @@ class LocalSteps:
         if compares:
             check_equal(self._replica, strategy.name, group, name)
         self._session = strategy.session(self._replica, group.rank, group.world_size)
-        self._worker = ExchangeWorker(GroupDriver(group, f"{name}.strategy"))
+        self._worker = ExchangeWorker(GroupDriver(group, f"{name}.strategy", beside=True))
         self._waiting: deque[tuple[Pending, Job]] = deque()
+        self._unstarted: list[Job] = []  #: Exchanges that begin anew with the next call: then the group is complete.
         self._kept: _Kept | None = None  #: While a guarded step can be undone.
         self._steps, self._samples = 0, 0.0
         self.is_interrupted, self.waited_s = False, 0.0
@@ -157,14 +159,14 @@ class LocalSteps:
             PeerLost: A rank is lost.
             DeadlineExceededError: An exchange or the guard takes too long. The call may be repeated.
         """
-        if self._kept is None and not self._session.begins_exchange():
+        if self._kept is None and not self._session.ends_exchange():
             guard.step_alone()
             self.step()
             return
         guard.before_wait()
         if self._kept is None:
             everything = self._replica.read(range(len(self._replica.sizes)))
-            self._kept = _Kept(everything, copy.deepcopy(self._inner.state_dict()), self.state())
+            self._kept = _Kept(everything, copy.deepcopy(self._inner.state_dict()), self.state_under_way())
         if not self._kept.is_done:
             self.step()
             self._kept.is_done = True
@@ -206,6 +208,7 @@ class LocalSteps:
 
     def _apply_due(self, steps: float) -> None:
         """Wait for the results that are due after so many steps, and apply them."""
+        self._start_anew()
         while self._waiting and self._waiting[0][0].due <= steps:
             pending, job = self._waiting[0]
             self._worker.hurry()
@@ -215,6 +218,7 @@ class LocalSteps:
 
     def _begin(self) -> None:
         """Count a step, and begin the exchanges that follow it."""
+        self._start_anew()
         self._steps += 1
         weight, self._samples = self._samples, 0.0
         for pending in self._session.stepped(weight):
@@ -318,12 +322,45 @@ class LocalSteps:
             DeadlineExceededError: An exchange takes longer than the group's ``timeout_s``. The call may be repeated.
         """
         self._refuse_interrupted()
+        self._start_anew()
         results = []
         for pending, job in self._waiting:
             self._worker.hurry()
             results.append({"channel": pending.channel, "due": pending.due, "result": self._result(job)})
-        state = {"steps": self._steps, "samples": self._samples, "results": results, "session": self._session.state()}
+        return self._state(results, [])
+
+    def state_under_way(self) -> dict[str, Any]:
+        """Return the state without a wait: exchanges under way are restarted where the state is loaded."""
+        self._refuse_interrupted()
+        return self._state([], self._under_way())
+
+    def _state(self, results: list[dict[str, Any]], under_way: list[dict[str, int]]) -> dict[str, Any]:
+        state = {
+            "steps": self._steps,
+            "samples": self._samples,
+            "results": results,
+            "under_way": under_way,
+            "session": self._session.state(),
+        }
         return {"strategy": self.strategy.name, **_tensors(state)}
+
+    def _under_way(self) -> list[dict[str, int]]:
+        """Describe the exchanges whose results are not applied."""
+        return [{"channel": pending.channel, "due": pending.due} for pending, _ in self._waiting]
+
+    def _restart(self, under_way: Sequence[Mapping[str, int]]) -> None:
+        """Have exchanges begin anew, in the next call and after those that wait."""
+        for each in under_way:
+            assert isinstance(self._session, OuterSession)
+            pending = self._session.restart(each["channel"], each["due"])
+            job = _job_of(pending)
+            self._waiting.append((pending, job))
+            self._unstarted.append(job)
+
+    def _start_anew(self) -> None:
+        """Start the exchanges that are to begin anew."""
+        while self._unstarted:
+            self._worker.start(self._unstarted.pop(0))
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from a state that ``state`` has returned on this rank, with the same settings and model.
@@ -341,30 +378,36 @@ class LocalSteps:
                 f"the state is not that of {self.strategy.name!r} but of {name!r}: load what local_steps.state() has "
                 "returned with the same sync="
             )
-        steps, samples, results, session = (_arrays(state.get(key)) for key in _KEYS)
-        present = {"steps": 0, "samples": 0.0, "results": [], "session": self._session.state()}
-        _check_alike({"steps": steps, "samples": samples, "results": [], "session": session}, present, "state")
+        steps, samples, results, under_way, session = (_arrays(state.get(key)) for key in _KEYS)
+        present = {"steps": 0, "samples": 0.0, "session": self._session.state()}
+        _check_alike({"steps": steps, "samples": samples, "session": session}, present, "state")
+        under_way = under_way or []
+        for each in under_way:
+            _check_alike(each, {"channel": 0, "due": 0}, "state.under_way")
         for result in results:
             _check_alike(result, {"channel": 0, "due": 0, "result": result["result"]}, "state.results")
         self._steps, self._samples = steps, samples
         self._session.load_state(session)
         self._waiting = deque(_arrived(result["channel"], result["due"], result["result"]) for result in results)
+        self._unstarted.clear()
+        self._restart(under_way)
 
     def shared(self) -> dict[str, Any]:
         """Return the part of ``state`` that all ranks have in common, for a rank that begins with the others."""
-        return {"steps": self._steps, "session": _tensors(self._session.state()["shared"])}
+        session = _tensors(self._session.state()["shared"])
+        return {"steps": self._steps, "under_way": self._under_way(), "session": session}
 
     def load_shared(self, shared: Mapping[str, Any]) -> None:
         """Begin with the present parameters and what ``shared`` has returned on another rank.
 
-        What a rank has for itself begins anew.
+        What a rank has for itself begins anew. In exchanges under way its updates are zeros.
         """
-        steps, session = (_arrays(shared[key]) for key in ("steps", "session"))
+        steps, under_way, session = (_arrays(shared[key]) for key in ("steps", "under_way", "session"))
         self._steps, self._samples = steps, 0.0
-        self._renew(session, None)
+        self._renew(session, None, under_way)
 
     def enter(self, group: Group, name: str) -> None:
-        """Go on after ``close``, in the group with its new members. Collective.
+        """Go on after ``close``, in the group with its new members. Exchanges under way begin anew. Collective.
 
         Args:
             group: The ranks.
@@ -375,15 +418,18 @@ class LocalSteps:
         """
         self._refuse_unfinished()
         self._group = group
-        self._worker = ExchangeWorker(GroupDriver(group, f"{name}.strategy"))
+        self._worker = ExchangeWorker(GroupDriver(group, f"{name}.strategy", beside=True))
         self._end = weakref.finalize(self, self._worker.close)
         state = self._session.state()
-        self._renew(state["shared"], state["own"])
+        self._renew(state["shared"], state["own"], self._under_way())
 
-    def _renew(self, shared: Any, own: Any) -> None:
+    def _renew(self, shared: Any, own: Any, under_way: Sequence[Mapping[str, int]]) -> None:
         """Make the session again for the present rank and number of ranks; ``own``: ``None``: begins anew."""
+        self._waiting.clear()
+        self._unstarted.clear()
         self._session = self.strategy.session(self._replica, self._group.rank, self._group.world_size)
         self._session.load_state({"shared": shared, "own": self._session.state()["own"] if own is None else own})
+        self._restart(under_way)
 
     def _refuse_unfinished(self) -> None:
         if self._finishing is not None:

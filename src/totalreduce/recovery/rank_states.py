@@ -151,7 +151,7 @@ class RankStates:
         return {
             "model": shared["model"],
             "optimizers": {name: each["state"] for name, each in shared["optimizers"].items()},
-            "strategies": {name: each.state() for name, each in self._optimizers.strategies.items()},
+            "strategies": {name: each.state_under_way() for name, each in self._optimizers.strategies.items()},
         }
 
     def _common(self) -> dict[str, Any]:

@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Literal, TypeVarTuple, Unpack, final
+from weakref import WeakSet
 
 from totalreduce.engine.any_receives import AnyReceive
 from totalreduce.engine.engine import Engine
@@ -74,6 +75,7 @@ class Runner:
         self._stop = False
         #: Why no operation is taken at present; "" if operations are taken. The barrier is an operation, too.
         self.refusal = ""
+        self.unrefused: WeakSet[threading.Thread] = WeakSet()  #: Threads whose operations are taken all the same.
         self._sleepers = 0  #: Threads that wait for the network, or are about to: they must be woken.
         self._next_tick = 0.0
         self.meter = Meter()
@@ -96,8 +98,7 @@ class Runner:
 
         Raises what ``Engine.submit`` does. Then the handle has not changed. The caller has called ``home.check()``.
         """
-        if self.refusal:
-            raise ConfigurationError(self.refusal)
+        self._check_refusal()
         carriage = self._endpoint.known_carriage(submission)
         if carriage is not None and self._begin_in_lane(submission, carriage, handle):
             return
@@ -113,6 +114,10 @@ class Runner:
         self._endpoint.complete_ended()
         if not handle.done:
             self._look_again(now, wake=wake)
+
+    def _check_refusal(self) -> None:
+        if self.refusal and threading.current_thread() not in self.unrefused:
+            raise ConfigurationError(self.refusal)
 
     def _begin_in_lane(self, submission: Submission, carriage: Carriage, handle: Handle) -> bool:
         """Begin an operation in the fast lane, unless it must be submitted to the engine."""
@@ -163,8 +168,7 @@ class Runner:
         The owner of the receive is a handle, which gets its operation when a message has come.
         """
         self.home.check()
-        if self.refusal:
-            raise ConfigurationError(self.refusal)
+        self._check_refusal()
         with self._lock:
             self._check_alive()
             now = time.monotonic()

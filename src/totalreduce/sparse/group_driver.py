@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, final
@@ -29,14 +30,19 @@ class GroupDriver:
         group: The ranks. A subgroup of them is made (on every rank; see ``Group.subgroup``), so that the operations'
             names are different from all others.
         name: Different for each driver of a group.
+        beside: Whether the threads that begin actions may do so while the program may call no collective
+            (``Runner.refusal``), because exchanges go on beside its steps.
     """
 
-    def __init__(self, group: Group, name: str) -> None:
+    def __init__(self, group: Group, name: str, *, beside: bool = False) -> None:
+        self._beside = beside
         self._group = group.control.subgroup(range(group.world_size), name=f"sparse {name}")
         self.rank, self.world_size = group.rank, group.world_size
 
     def start(self, action: Action, *, channel: int, step: int, priority: int) -> _Started:
         """Begin an action; return at once."""
+        if self._beside:
+            self._group.operations.runner.unrefused.add(threading.current_thread())
         name = f"{channel}.{step}"
         group, rank = self._group, self.rank
         # Blocks are no tensors here: torch releases the GIL in each call, and the communication thread, which the last

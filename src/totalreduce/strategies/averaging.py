@@ -137,13 +137,13 @@ class AveragingSession:
         """Whether the next step is synchronous."""
         return self._steps < self._start or self._settings.period == 1
 
-    def begins_exchange(self) -> bool:
+    def ends_exchange(self) -> bool:
         """Whether a period ends with the next step."""
         return not self.exchanges_gradients() and (self._steps + 1 - self._start) % self._settings.period == 0
 
     def stepped(self, weight: float) -> list[Pending]:
         """Begin an average if a period has ended."""
-        was_synchronous, ends_period = self.exchanges_gradients(), self.begins_exchange()
+        was_synchronous, ends_period = self.exchanges_gradients(), self.ends_exchange()
         self._steps += 1
         self._weight += weight if self._settings.weights == "samples" else 1.0
         if was_synchronous:

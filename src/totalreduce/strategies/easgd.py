@@ -68,14 +68,14 @@ class EASGDSession:
         """Gradients are never exchanged."""
         return False
 
-    def begins_exchange(self) -> bool:
+    def ends_exchange(self) -> bool:
         """Whether a period ends with the next step."""
         return (self._steps + 1) % self._settings.period == 0
 
     def stepped(self, weight: float) -> list[Pending]:
         """Begin a pull if a period has ended."""
         del weight
-        ends_period = self.begins_exchange()
+        ends_period = self.ends_exchange()
         self._steps += 1
         if not ends_period:
             return []

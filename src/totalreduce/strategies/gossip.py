@@ -100,18 +100,21 @@ class GossipSession:
         """Gradients are never exchanged."""
         return False
 
-    def begins_exchange(self) -> bool:
-        """Whether a period ends with the next step."""
-        return (self._steps + 1) % self._settings.period == 0
+    def ends_exchange(self) -> bool:
+        """Whether an exchange that began with the end of a period is due."""
+        return self._ends_period(self._steps + 1 - self._settings.overlap)
+
+    def _ends_period(self, steps: int) -> bool:
+        """Whether a period ends after so many steps."""
+        return steps > 0 and steps % self._settings.period == 0
 
     def stepped(self, weight: float) -> list[Pending]:
         """Begin an exchange with the partners of this step."""
         del weight
-        ends_period = self.begins_exchange()
         self._steps += 1
         if self._settings.overlap:
             self._count_whole_step()
-        if not ends_period:
+        if not self._ends_period(self._steps):
             return []
         to, source = partners(self._settings, self._number, self._rank, self._world_size)
         self._number += 1

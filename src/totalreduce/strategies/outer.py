@@ -23,7 +23,7 @@ from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.partition import balanced_range
 from totalreduce.kernels.arrays import Array
-from totalreduce.strategies.strategy import UNDER_WAY, Pending, Replica, Strategy, mean_of
+from totalreduce.strategies.strategy import Pending, Replica, Strategy, mean_of
 
 __all__ = ["DiLoCo", "HeavyBall", "Nesterov", "OuterOptimizer", "OuterSession", "SlowMo"]
 
@@ -138,10 +138,6 @@ class DiLoCo(Strategy):
         """Return the session of one rank."""
         return OuterSession(self, replica, rank, world_size)
 
-    def recovery_obstacle(self) -> str:
-        """Return an obstacle if steps go on beside an exchange."""
-        return UNDER_WAY if self.overlap else ""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlowMo(Strategy):
@@ -182,13 +178,15 @@ class _Fragment:
         common: The parameters that all ranks have.
         velocity: That of the outer optimizer.
         rest: What this rank's codes have not expressed.
+        under_way: With overlap: this rank's update in the last exchange, with which it can be restarted.
     """
 
-    def __init__(self, replica: Replica, begin: int, end: int) -> None:
+    def __init__(self, replica: Replica, begin: int, end: int, *, overlaps: bool) -> None:
         self.begin = begin
         self.common = replica.read_range(begin, end)
         self.velocity = np.zeros_like(self.common)
         self.rest = np.zeros_like(self.common)
+        self.under_way = np.zeros_like(self.common if overlaps else self.common[:0])
 
     def read(self, replica: Replica) -> Array:
         """Return a copy of the replica's elements."""
@@ -207,18 +205,21 @@ class OuterSession:
         self._steps = 0
         total = sum(replica.sizes)
         count = max(1, min(settings.fragments, total))
-        self._fragments = [_Fragment(replica, *balanced_range(total, count, number)) for number in range(count)]
+        ranges = [balanced_range(total, count, number) for number in range(count)]
+        self._fragments = [_Fragment(replica, *bounds, overlaps=settings.overlap > 0) for bounds in ranges]
 
     def exchanges_gradients(self) -> bool:
         """Gradients are never exchanged."""
         return False
 
-    def begins_exchange(self) -> bool:
-        """Whether it is the turn of a fragment after the next step."""
-        return bool(self._turns(self._steps + 1))
+    def ends_exchange(self) -> bool:
+        """Whether the exchange of a fragment is due after the next step."""
+        return bool(self._turns(self._steps + 1 - self._settings.overlap))
 
     def _turns(self, steps: int) -> list[int]:
         """Return the fragments whose turn it is after so many steps."""
+        if steps <= 0:
+            return []
         period, count = self._settings.period, len(self._fragments)
         ends = [-(-(number + 1) * period // count) for number in range(count)]
         return [number for number, end in enumerate(ends) if (steps - end) % period == 0]
@@ -230,11 +231,23 @@ class OuterSession:
         settings, pending = self._settings, []
         for number in self._turns(self._steps):
             fragment = self._fragments[number]
-            update = fragment.rest
-            update += fragment.common - fragment.read(self._replica)
-            exchange = mean_of(update, settings.codec, self._rank, self._world_size, self._steps)
-            pending.append(Pending(number, self._steps + settings.overlap, exchange))
+            fragment.rest += fragment.common - fragment.read(self._replica)
+            if settings.overlap:
+                fragment.under_way[:] = fragment.rest
+            pending.append(self._exchange(number, self._steps + settings.overlap))
         return pending
+
+    def _exchange(self, number: int, due: int) -> Pending:
+        """Return the exchange of a fragment's update, which is in ``rest``."""
+        begun = due - self._settings.overlap
+        exchange = mean_of(self._fragments[number].rest, self._settings.codec, self._rank, self._world_size, begun)
+        return Pending(number, due, exchange)
+
+    def restart(self, channel: int, due: int) -> Pending:
+        """Return an exchange that has begun, and whose result is not applied, from its beginning."""
+        fragment = self._fragments[channel]
+        fragment.rest = fragment.under_way.copy()  # the exchange that has ended may still write to the old array
+        return self._exchange(channel, due)
 
     def apply(self, channel: int, result: Any) -> None:
         """Move the common parameters of the channel's fragment, and the replica to them.
@@ -270,18 +283,22 @@ class OuterSession:
         self._replica.write_range(0, values)
 
     def state(self) -> Mapping[str, Any]:
-        """Return the number of steps; common parameters and velocities; and what was not sent."""
+        """Return the number of steps; common parameters and velocities; what was not sent, and what is under way."""
         shared = {
             "steps": self._steps,
             "common": [fragment.common for fragment in self._fragments],
             "velocities": [fragment.velocity for fragment in self._fragments],
         }
-        return {"shared": shared, "own": {"rests": [fragment.rest for fragment in self._fragments]}}
+        own = {
+            "rests": [fragment.rest for fragment in self._fragments],
+            "under_way": [fragment.under_way for fragment in self._fragments],
+        }
+        return {"shared": shared, "own": own}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
         shared, own = state["shared"], state["own"]
         self._steps = shared["steps"]
-        parts = zip(self._fragments, shared["common"], shared["velocities"], own["rests"], strict=True)
-        for fragment, common, velocity, rest in parts:
-            fragment.common, fragment.velocity, fragment.rest = common, velocity, rest
+        arrays = (shared["common"], shared["velocities"], own["rests"], own["under_way"])
+        for fragment, common, velocity, rest, under_way in zip(self._fragments, *arrays, strict=True):
+            fragment.common, fragment.velocity, fragment.rest, fragment.under_way = common, velocity, rest, under_way

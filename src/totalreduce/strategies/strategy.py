@@ -18,7 +18,7 @@ from totalreduce.sparse.coded import coded_sum
 __all__ = ["UNDER_WAY", "Pending", "Replica", "Strategy", "StrategySession", "mean_of", "plain_mean"]
 
 #: The obstacle to recovery of strategies with ``overlap``.
-UNDER_WAY = "with overlap above 0 an exchange is under way between two steps: use overlap=0"
+UNDER_WAY = "with overlap above 0 messages are under way between two steps: use overlap=0"
 
 
 class Replica(Protocol):
@@ -80,8 +80,11 @@ class StrategySession(Protocol):
     def exchanges_gradients(self) -> bool:
         """Whether the next step uses the gradients of all ranks, as synchronous training does."""
 
-    def begins_exchange(self) -> bool:
-        """Whether an exchange of anything but gradients begins after the next step. Equal on all ranks."""
+    def ends_exchange(self) -> bool:
+        """Whether the next step ends with an exchange, or applies the result of one. Gradients do not count.
+
+        Equal on all ranks.
+        """
 
     def stepped(self, weight: float) -> list[Pending]:
         """Note that a step has ended; return the exchanges that begin now.
@@ -132,7 +135,7 @@ class Strategy(ABC):
     def recovery_obstacle(self) -> str:
         """Return why ``tr.recoverable`` cannot keep the state of the sessions; an empty text if it can.
 
-        It can if between two steps no exchange is under way and no step exchanges gradients.
+        It can if no step exchanges gradients, and each exchange that is under way between two steps can be restarted.
         """
         return ""
 

@@ -99,9 +99,9 @@ class StromSession:
         """Gradients are never exchanged."""
         return False
 
-    def begins_exchange(self) -> bool:
-        """Each step has an exchange."""
-        return True
+    def ends_exchange(self) -> bool:
+        """An exchange begins with each step."""
+        return self._steps >= self._settings.overlap
 
     def stepped(self, weight: float) -> list[Pending]:
         """Accumulate this step's update, and begin to send what exceeds the threshold."""
