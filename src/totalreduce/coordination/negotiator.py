@@ -69,8 +69,11 @@ class Negotiator:
 
     # ------------------------------------------------------------------------------------------------- application
 
-    def submit(self, requests: Sequence[Request], now: float, *, where: object = "", num_bytes: int = 0) -> None:
+    def submit(self, requests: Sequence[Request], now: float, *, where: object = "", num_bytes: int = 0) -> bool:
         """Ask for operations; several at once become ready at once. Their names must not be pending on this rank.
+
+        Returns:
+            Whether a cycle has begun or gone on, so that there may be messages and responses.
 
         Args:
             requests: The operations, in the order in which rank 0 looks at them.
@@ -82,8 +85,10 @@ class Negotiator:
             ConfigurationError: Too many operations of this rank are pending; nothing was submitted.
         """
         self.submissions.add(requests, now, where)
-        if self.timer.submitted(num_bytes, now):
+        runs = self.timer.submitted(num_bytes, now)
+        if runs:
             self._run(now)
+        return runs
 
     def join(self, now: float) -> None:
         """Say that this rank has no more data: it takes part in the others' reductions until all have joined."""

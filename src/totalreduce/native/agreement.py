@@ -140,14 +140,15 @@ class Agreement:
                     )
             negotiator = self.negotiator
             news = negotiator.timer.has_news
-            negotiator.submit([operation.request for operation in operations], now, where=where, num_bytes=size)
+            requests = [operation.request for operation in operations]
+            has_run = negotiator.submit(requests, now, where=where, num_bytes=size)
             for operation in operations:
                 name = operation.request.name
                 self._in_flight[name] = self._not_agreed[name] = operation
                 operation.submitted_at, operation.iteration = now, self._iterations.get(name, 0)
                 if operation.request.cached:
                     self._iterations[name] = operation.iteration + 1
-            return self._take_output(now) or not news
+            return (has_run and self._take_output(now)) or not news
 
         releases: list[Callable[[], None]] = []
         claimed: list[Operands] = []

@@ -6,7 +6,7 @@ import functools
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, final
 
 import torch
@@ -68,20 +68,23 @@ class Describer:
         self._rank, self._world_size = rank, world_size
         self._lock = threading.Lock()
         self._unnamed: Counter[OpKind] = Counter()  #: The number of unnamed operations so far, by kind.
-        self._known: dict[str, Request] = {}  #: The last allreduce of each name.
+        #: The last allreduce of each name, and what it was made from.
+        self._known: dict[str, tuple[tuple[object, ...], Request]] = {}
 
-    @contextmanager
-    def label(self, name: str | None, kind: OpKind, priority: int = 0) -> Iterator[Label]:
+    def label(self, name: str | None, kind: OpKind, priority: int = 0) -> AbstractContextManager[Label]:
         """Return the label of an operation that is submitted within the context.
 
         An unnamed operation that is refused gives its number back. Otherwise this rank would count unnamed operations
         differently from the other ranks from then on.
         """
         priority = checks.priority(priority)
-        if name is not None:
-            name = checks.operation_name(name)
-            yield Label(_ESCAPE + name if name.startswith(_RESERVED) else name, True, priority)
-            return
+        if name is None:
+            return self._unnamed_label(kind, priority)
+        name = checks.operation_name(name)
+        return nullcontext(Label(_ESCAPE + name if name.startswith(_RESERVED) else name, True, priority))
+
+    @contextmanager
+    def _unnamed_label(self, kind: OpKind, priority: int) -> Iterator[Label]:
         with self._lock:
             self._unnamed[kind] = number = self._unnamed[kind] + 1
         try:
@@ -107,24 +110,16 @@ class Describer:
             name = label.name if batch is None else f"{label.name}.{index}of{count}"
             dtypes.check_dense(tensor, name)
             # Most names come again with equal requests, and making one is a third of the cost of a submission.
-            request = self._known.get(name)
-            if (
-                request is None
-                or request.shape != tensor.shape
-                or request.dtype != _dtype_name(tensor.dtype)
-                or request.reduction != _REDUCTIONS[scaling.op]
-                or request.prescale != scaling.prescale
-                or request.postscale != scaling.postscale
-                or request.batch != batch
-                or request.device != tensor.device.type
-                or request.priority != label.priority
-            ):
+            made_from = (tensor.shape, tensor.dtype, tensor.device, scaling, batch, label.priority)
+            known = self._known.get(name)
+            if known is None or known[0] != made_from:
                 request = _reduction(OpKind.ALLREDUCE, tensor, scaling, label._replace(name=name), batch=batch)
+                known = made_from, request
                 if label.cached:
                     if len(self._known) >= _KNOWN_MAX:
                         self._known.clear()
-                    self._known[name] = request
-            requests.append(request)
+                    self._known[name] = known
+            requests.append(known[1])
         return requests
 
     def reduce_scatter(

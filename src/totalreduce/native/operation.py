@@ -38,7 +38,7 @@ class NativeOperation:
             allreduce, of a reduce and of a broadcast is written there, too.
         operands: The memory that the operation uses.
         outputs: Tensors that take the parts of the result, by rank; ``None``: one tensor is made, ``result``.
-        handle: Completed when the operation has ended.
+        handle: Completed when the operation has ended; set when its memory is claimed.
         submitted_at: Time of the submission on the engine's clock, in seconds.
         iteration: How often the name was used before.
         ready: On an accelerator: an event after which ``tensor`` has its values.
@@ -55,7 +55,7 @@ class NativeOperation:
     outputs: Sequence[torch.Tensor] | None = None
     ready: Any = None
     stream: Any = None
-    handle: Handle = field(default_factory=Handle)
+    handle: Handle = field(init=False)
     submitted_at: float = 0.0
     iteration: int = 0
     result: torch.Tensor | None = None

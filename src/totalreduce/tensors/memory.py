@@ -143,16 +143,22 @@ class Operands:
         Raises:
             UnsupportedError: The tensor has no memory; or it is to take a result, and its elements share memory.
         """
-        plain = tensor.detach()
-        if not plain.numel():
+        if not tensor.numel():
             return
-        if not plain.data_ptr():
+        start = tensor.data_ptr()
+        if not start:
             raise self._without_memory()
+        if tensor.is_contiguous():
+            span = Span(start, start + tensor.nbytes)
+        else:
+            plain = tensor.detach()
+            if writes:
+                self._check_place(plain)
+            span = _strided_span(plain)
         if writes:
-            self._check_place(plain)
-            self._results.append((tensor, plain.data_ptr(), tensor.nbytes))
-        (self.writes if writes else self.inputs).append(_strided_span(plain))
-        self._holds.append(StorageHold(plain.untyped_storage()))
+            self._results.append((tensor, start, tensor.nbytes))
+        (self.writes if writes else self.inputs).append(span)
+        self._holds.append(StorageHold(tensor.untyped_storage()))
 
     def fill(self, target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         """Have ``prepare`` copy tensors, one after the other, into a contiguous tensor.
