@@ -170,11 +170,13 @@ def test_a_launcher_is_known_by_what_it_says_of_itself(tmp_path):
 
 
 def test_the_python_beside_the_launcher_goes_first(tmp_path, monkeypatch):
-    python = script(tmp_path / "python3", "echo ready")
+    python = script(tmp_path / "python3", "echo 'MPICH Version:      5.0.2'")
     assert mpi_launching._python("mpich", tmp_path / "mpirun") == str(python)
-    script(python, "exit 1")
     monkeypatch.setattr(mpi_launching.sys, "executable", str(tmp_path / "python3"))
-    with pytest.raises(ConfigurationError, match="has mpi4py and NumPy"):
+    with pytest.raises(ConfigurationError, match=r"python3 has mpi4py over MPICH .*5\.0\.2; .*install mpi4py"):
+        mpi_launching._python("openmpi", tmp_path / "mpirun")
+    script(python, "exit 1")
+    with pytest.raises(ConfigurationError, match="python3 has not both mpi4py and NumPy"):
         mpi_launching._python("mpich", tmp_path / "mpirun")
 
 

@@ -21,6 +21,11 @@ _KNOWN = {
 }
 MPI_PEERS = tuple(_KNOWN)
 _QUESTION_S = 30.0
+#: Prints the MPI library that mpi4py uses. A Python with another library than its ``mpirun`` cannot join the job.
+_LIBRARY = (
+    "import mpi4py, numpy; mpi4py.rc.initialize = False; from mpi4py import MPI; "
+    "print(MPI.Get_library_version().split(',')[0].splitlines()[0][:40])"
+)
 _END_S = 5.0
 #: Launchers refuse root, and more ranks than cores, unless told otherwise. How ranks wait is left as each MPI has it:
 #: who wants, for example, Open MPI's ``OMPI_MCA_mpi_yield_when_idle=1`` exports it.
@@ -93,12 +98,15 @@ def _launcher(peer: str, place: Path | None) -> Path:
 
 def _python(peer: str, launcher: Path) -> str:
     candidates = [str(launcher.parent / "python3"), sys.executable]
+    found = []
     for python in candidates:
-        if _ask([python, "-c", "import mpi4py, numpy; print('ready')"]).strip() == "ready":
+        library = _ask([python, "-c", _LIBRARY]).strip()
+        if library.startswith(signature_of(peer)):
             return python
+        found.append(f"{python} has {f'mpi4py over {library}' if library else 'not both mpi4py and NumPy'}")
     raise ConfigurationError(
-        f"--against {peer}: neither {' nor '.join(candidates)} has mpi4py and NumPy: "
-        f"`{candidates[-1]} -m pip install mpi4py numpy`"
+        f"--against {peer}: no Python that can run beside its mpirun: {'; '.join(found)}. Install them beside it: "
+        f"`{candidates[0]} -m pip install mpi4py numpy`"
     )
 
 
