@@ -179,6 +179,39 @@ def test_finish_that_ran_out_of_time_is_repeated() -> None:
     assert none == 0
 
 
+def test_finish_is_refused_while_steps_can_be_undone() -> None:
+    def body(group: Group) -> None:
+        model = Net(DOUBLE)
+        optimizer = DistributedOptimizer(inner_of(model), model, group=group, sync=DiLoCo(period=4, overlap=2))
+        take_steps(model, optimizer, group, 3)
+        optimizer.local_steps.is_guarded = True
+        before = flat(model)
+        with pytest.raises(ConfigurationError, match=r"behind the block of tr\.recoverable"):
+            optimizer.local_steps.finish()
+        torch.testing.assert_close(flat(model), before, rtol=0, atol=0)
+        optimizer.close()
+
+    run_ranks(2, body)
+
+
+def test_a_state_that_was_saved_before_exchanges_could_be_restarted_is_loaded() -> None:
+    """States of strategies without overlap had the same parts then, but for ``under_way``."""
+
+    def body(group: Group) -> None:
+        model = Net(DOUBLE)
+        optimizer = DistributedOptimizer(inner_of(model), model, group=group, sync=SlowMo(period=3))
+        take_steps(model, optimizer, group, 4)
+        saved, shared = optimizer.local_steps.state(), optimizer.local_steps.shared()
+        assert list(saved["session"]["own"]) == ["rests"]
+        del saved["under_way"], shared["under_way"]
+        optimizer.local_steps.load_state(saved)
+        optimizer.local_steps.load_shared(shared)
+        assert optimizer.local_steps.state()["steps"] == 4
+        optimizer.close()
+
+    run_ranks(2, body)
+
+
 def test_finish_after_more_steps_than_other_ranks_is_an_error() -> None:
     """A period ends after two steps, so that rank 0 has nothing to exchange after them."""
 

@@ -173,7 +173,7 @@ def test_the_python_beside_the_launcher_goes_first(tmp_path, monkeypatch):
     python = script(tmp_path / "python3", "echo 'MPICH Version:      5.0.2'")
     assert mpi_launching._python("mpich", tmp_path / "mpirun") == str(python)
     monkeypatch.setattr(mpi_launching.sys, "executable", str(tmp_path / "python3"))
-    with pytest.raises(ConfigurationError, match=r"python3 has mpi4py over MPICH .*5\.0\.2; .*install mpi4py"):
+    with pytest.raises(ConfigurationError, match=r"python3 has mpi4py over MPICH .*5\.0\.2\. .*install mpi4py"):
         mpi_launching._python("openmpi", tmp_path / "mpirun")
     script(python, "exit 1")
     with pytest.raises(ConfigurationError, match="python3 has not both mpi4py and NumPy"):

@@ -504,13 +504,23 @@ def test_at_the_end_all_ranks_have_the_same_parameters(strategy, world_size: int
 
 
 @sizes
-@pytest.mark.parametrize("overlap", [0, 2])
-def test_gossip_ends_with_the_mean_of_all_ranks(world_size: int, overlap: int) -> None:
+@pytest.mark.parametrize(("period", "overlap"), [(1, 0), (1, 1), (3, 2)])
+def test_gossip_ends_with_the_mean_of_all_ranks(world_size: int, period: int, overlap: int) -> None:
     """Also of what is under way. Updates that do not depend on the parameters change the mean by their own mean."""
-    ranks = run(Gossip(overlap=overlap), world_size, 7)
+    ranks = run(Gossip(period=period, overlap=overlap), world_size, 7)
     ranks.finish()
     mean = np.mean([update(step, rank) for step in range(7) for rank in range(world_size)], axis=0) * 7
     np.testing.assert_allclose(everybody(ranks), np.concatenate(start()) + np.tile(mean, (world_size, 1)), atol=1e-12)
+
+
+@pytest.mark.parametrize(("period", "overlap"), [(1, 1), (1, 2), (1, 8), (4, 4)])
+def test_gossip_with_overlap_trains_as_without(period: int, overlap: int) -> None:
+    """Gradient descent on a parabola: with many messages under way, weights are small, and updates are not divided."""
+    ranks = StrategyRanks(Gossip(period=period, overlap=overlap), 4, start())
+    for _ in range(100):
+        ranks.step([-0.2 * ranks.parameters(rank) for rank in range(4)])
+    ranks.finish()
+    assert np.abs(everybody(ranks)).max() < 0.1
 
 
 @pytest.mark.parametrize("strategy", ALL, ids=str)

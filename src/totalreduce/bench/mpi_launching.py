@@ -97,7 +97,8 @@ def _launcher(peer: str, place: Path | None) -> Path:
 
 
 def _python(peer: str, launcher: Path) -> str:
-    candidates = [str(launcher.parent / "python3"), sys.executable]
+    beside = launcher.parent / "python3"
+    candidates = list(dict.fromkeys([*([str(beside)] if beside.exists() else []), sys.executable]))
     found = []
     for python in candidates:
         library = _ask([python, "-c", _LIBRARY]).strip()
@@ -105,7 +106,7 @@ def _python(peer: str, launcher: Path) -> str:
             return python
         found.append(f"{python} has {f'mpi4py over {library}' if library else 'not both mpi4py and NumPy'}")
     raise ConfigurationError(
-        f"--against {peer}: no Python that can run beside its mpirun: {'; '.join(found)}. Install them beside it: "
+        f"--against {peer}: no Python that can run beside its mpirun: {'; '.join(found)}. Install them for it: "
         f"`{candidates[0]} -m pip install mpi4py numpy`"
     )
 

@@ -42,6 +42,7 @@ __all__ = ["LocalSteps"]
 _KEYS = ("steps", "samples", "results", "under_way", "session")
 #: Exchanges are less urgent than gradients and than what somebody waits for.
 _PRIORITY = 1 << 20
+_JOINING = "this rank has announced that it has no more data: repeat join() until it returns"
 
 
 @dataclass(slots=True)
@@ -83,6 +84,7 @@ class LocalSteps:
         strategy: Its settings.
         is_interrupted: Whether a call of ``step`` ran out of time, and must be repeated.
         waited_s: The seconds for which the program was blocked because results of exchanges were due.
+        is_guarded: Whether steps can be undone after a loss (``tr.recoverable``). Whoever ends the guard resets it.
     """
 
     is_synchronous: Literal[False] = False
@@ -121,7 +123,7 @@ class LocalSteps:
         self._unstarted: list[Job] = []  #: Exchanges that begin anew with the next call: then the group is complete.
         self._kept: _Kept | None = None  #: While a guarded step can be undone.
         self._steps, self._samples = 0, 0.0
-        self.is_interrupted, self.waited_s = False, 0.0
+        self.is_interrupted, self.waited_s, self.is_guarded = False, 0.0, not compares
         self._joining: _Joining | None = None  #: While ``join`` runs, or must be repeated.
         #: While ``finish`` runs, or must be repeated: whether the results of all exchanges before it have been applied.
         self._finishing: bool | None = None
@@ -144,7 +146,7 @@ class LocalSteps:
             PeerLost, DeadlineExceededError: As ``stepped``.
         """
         if self._joining is not None:
-            raise ConfigurationError("this rank has announced that it has no more data: repeat join() until it returns")
+            raise ConfigurationError(_JOINING)
         self._refuse_unfinished()
         if not self.is_interrupted:
             self._loss = self._inner.step() if closure is None else self._inner.step(closure)
@@ -159,6 +161,7 @@ class LocalSteps:
             PeerLost: A rank is lost.
             DeadlineExceededError: An exchange or the guard takes too long. The call may be repeated.
         """
+        self.is_guarded = True
         if self._kept is None and not self._session.ends_exchange():
             guard.step_alone()
             self.step()
@@ -286,17 +289,25 @@ class LocalSteps:
     def finish(self) -> None:
         """Give all ranks the same parameters at the end of training. Collective, after the same step on all ranks.
 
-        Results of exchanges under way are applied. Then, unless all ranks have the same parameters already, these
-        become the average of all ranks, sent without a codec, or with EASGD the centre. Training may go on afterwards.
+        Results of exchanges under way are applied. Then, unless the last step has ended an exchange that makes them
+        equal, the parameters become the average of all ranks, sent without a codec, or with EASGD the centre. The
+        state of the torch optimizer is not averaged. Training may go on afterwards.
 
         Raises:
-            ConfigurationError: A call of ``step`` ran out of time and must be repeated.
+            ConfigurationError: A call of ``step`` or ``join`` ran out of time and must be repeated; or this is called
+                within ``tr.recoverable``, where a loss could leave some ranks with the average and others without.
             PeerLost: A rank is lost.
             DeadlineExceededError: An exchange takes longer than the group's ``timeout_s``. Repeat the call; until it
                 has returned, the strategy takes no step.
         """
+        if self.is_guarded:
+            raise ConfigurationError(
+                "finish() cannot be undone where a rank is lost: call it behind the block of tr.recoverable"
+            )
         if self._finishing is None:
             self._refuse_interrupted()
+            if self._joining is not None:
+                raise ConfigurationError(_JOINING)
             self._finishing = False
         if not self._finishing:
             self._apply_due(math.inf)
@@ -351,7 +362,8 @@ class LocalSteps:
     def _restart(self, under_way: Sequence[Mapping[str, int]]) -> None:
         """Have exchanges begin anew, in the next call and after those that wait."""
         for each in under_way:
-            assert isinstance(self._session, OuterSession)
+            if not isinstance(self._session, OuterSession):
+                raise ConfigurationError(f"{self.strategy.name!r} cannot restart an exchange that was under way")
             pending = self._session.restart(each["channel"], each["due"])
             job = _job_of(pending)
             self._waiting.append((pending, job))
@@ -360,7 +372,8 @@ class LocalSteps:
     def _start_anew(self) -> None:
         """Start the exchanges that are to begin anew."""
         while self._unstarted:
-            self._worker.start(self._unstarted.pop(0))
+            self._worker.start(self._unstarted[0])
+            del self._unstarted[0]
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from a state that ``state`` has returned on this rank, with the same settings and model.
@@ -402,9 +415,9 @@ class LocalSteps:
 
         What a rank has for itself begins anew. In exchanges under way its updates are zeros.
         """
-        steps, under_way, session = (_arrays(shared[key]) for key in ("steps", "under_way", "session"))
+        steps, under_way, session = (_arrays(shared.get(key)) for key in ("steps", "under_way", "session"))
         self._steps, self._samples = steps, 0.0
-        self._renew(session, None, under_way)
+        self._renew(session, None, under_way or [])
 
     def enter(self, group: Group, name: str) -> None:
         """Go on after ``close``, in the group with its new members. Exchanges under way begin anew. Collective.
@@ -412,11 +425,7 @@ class LocalSteps:
         Args:
             group: The ranks.
             name: Different from that of every other optimizer of the group.
-
-        Raises:
-            ConfigurationError: A rank was lost in ``finish``, so some ranks may have the last average and others not.
         """
-        self._refuse_unfinished()
         self._group = group
         self._worker = ExchangeWorker(GroupDriver(group, f"{name}.strategy", beside=True))
         self._end = weakref.finalize(self, self._worker.close)

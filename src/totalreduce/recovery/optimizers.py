@@ -9,6 +9,7 @@ step. With a single optimizer, there is nothing to tell when it is stepped.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -143,6 +144,9 @@ class Optimizers:
         """Have the optimizers call nothing any more."""
         for each in self._all.values():
             each.guard = None
+            if each.strategy is not None:
+                with suppress(ConfigurationError):  # no group has been formed, so there are no steps
+                    steps_of(each).is_guarded = False
 
     def form_again(self) -> None:
         """Make the plans in the group after its members have changed. Collective among the new members."""

@@ -36,7 +36,8 @@ class Gossip(Strategy):
             other within log2(P) exchanges; ``"ring"``: the partner is the next rank; ``"random"``: pairs are drawn anew
             for each exchange, and average with each other.
         period: The number of steps between two exchanges.
-        overlap: The number of steps that go on while parameters are exchanged.
+        overlap: The number of steps that go on while parameters are exchanged. If it is larger than ``period``, several
+            messages of a rank are under way, and its updates count only as much as the weight that it has kept.
         seed: Of the random pairs.
 
     Raises:
@@ -93,8 +94,11 @@ class GossipSession:
         self._tensors = range(len(replica.sizes))
         self._weight = 1.0
         self._last_channel = settings.overlap + 1  #: That of ``ending``.
-        #: With overlap: the parameters before the step.
-        self._before = replica.read(self._tensors) if settings.overlap else np.empty(0, replica.dtype)
+        #: Whether updates count wholly while a message is under way. With several messages under way, the weight can be
+        #: so small that an update divided by it would let training diverge.
+        self._counts_wholly = 0 < settings.overlap <= settings.period
+        #: Where updates count wholly: the parameters before the step.
+        self._before = replica.read(self._tensors) if self._counts_wholly else np.empty(0, replica.dtype)
 
     def exchanges_gradients(self) -> bool:
         """Gradients are never exchanged."""
@@ -112,7 +116,7 @@ class GossipSession:
         """Begin an exchange with the partners of this step."""
         del weight
         self._steps += 1
-        if self._settings.overlap:
+        if self._counts_wholly:
             self._count_whole_step()
         if not self._ends_period(self._steps):
             return []
@@ -129,22 +133,22 @@ class GossipSession:
         return [Pending(channel, due, _swap(message, to, source))]
 
     def _count_whole_step(self) -> None:
-        """Divide the update of the step that has just ended by the weight, below 1 while messages are under way.
+        """Divide the update of the step that has just ended by the weight, below 1 while a message is under way.
 
         The paper adds updates to the product of parameters and weight. So an update counts wholly in the sum over all
         ranks, whatever the weight of its rank is.
         """
-        values = self._replica.read(self._tensors)
         if self._weight != 1.0:
+            values = self._replica.read(self._tensors)
             values = self._before + (values - self._before) / values.dtype.type(self._weight)
             self._replica.write(self._tensors, values)
-        self._before = values
+        self._before = self._replica.read(self._tensors)  # as parameters of few bits are rounded
 
     def ending(self) -> list[Pending]:
         """Begin an average of the parameters of all ranks, weighted as push-sum does."""
         values = self._replica.read(self._tensors)
-        values *= values.dtype.type(self._weight)
-        exchange = mean_of(values, None, self._rank, self._world_size, self._steps)
+        weight = values.dtype.type(self._weight)
+        exchange = mean_of(np.append(values * weight, weight), None, self._rank, self._world_size, self._steps)
         return [Pending(self._last_channel, self._steps, exchange)]
 
     def apply(self, channel: int, result: Any) -> None:
@@ -152,26 +156,27 @@ class GossipSession:
         if result is None:
             return
         if channel == self._last_channel:
-            self._weight, values = 1.0, result
+            self._weight, values = 1.0, result[:-1] / result[-1]
         else:
             share, came, weight = self._weight, result[:-1], float(result[-1])
             self._weight = share + weight
             kind = result.dtype.type
             values = (self._replica.read(self._tensors) * kind(share) + came) / kind(self._weight)
         self._replica.write(self._tensors, values)
-        if self._settings.overlap:
-            self._before = values
+        if self._counts_wholly:
+            self._before = self._replica.read(self._tensors)
 
     def state(self) -> Mapping[str, Any]:
-        """Return the numbers of steps and exchanges, and the weight."""
-        return {"shared": {"steps": self._steps, "number": self._number}, "own": {"weight": self._weight}}
+        """Return the numbers of steps and exchanges, the weight, and the parameters before the next step."""
+        own = {"weight": self._weight} | ({"before": self._before} if self._counts_wholly else {})
+        return {"shared": {"steps": self._steps, "number": self._number}, "own": own}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
         self._steps, self._number = state["shared"]["steps"], state["shared"]["number"]
         self._weight = state["own"]["weight"]
-        if self._settings.overlap:
-            self._before = self._replica.read(self._tensors)
+        if self._counts_wholly:
+            self._before = state["own"]["before"]
 
 
 def _rest() -> Generator[Action, Any, None]:

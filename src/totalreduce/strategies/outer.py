@@ -177,7 +177,7 @@ class _Fragment:
         begin: Its first element, in all tensors one behind the other.
         common: The parameters that all ranks have.
         velocity: That of the outer optimizer.
-        rest: What this rank's codes have not expressed.
+        rest: What this rank's codes have not expressed. An exchange under way writes to it in another thread.
         under_way: With overlap: this rank's update in the last exchange, with which it can be restarted.
     """
 
@@ -289,16 +289,18 @@ class OuterSession:
             "common": [fragment.common for fragment in self._fragments],
             "velocities": [fragment.velocity for fragment in self._fragments],
         }
-        own = {
-            "rests": [fragment.rest for fragment in self._fragments],
-            "under_way": [fragment.under_way for fragment in self._fragments],
-        }
+        own = {"rests": [fragment.rest for fragment in self._fragments]}
+        if self._settings.overlap:
+            own["under_way"] = [fragment.under_way for fragment in self._fragments]
         return {"shared": shared, "own": own}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
         shared, own = state["shared"], state["own"]
         self._steps = shared["steps"]
-        arrays = (shared["common"], shared["velocities"], own["rests"], own["under_way"])
-        for fragment, common, velocity, rest, under_way in zip(self._fragments, *arrays, strict=True):
-            fragment.common, fragment.velocity, fragment.rest, fragment.under_way = common, velocity, rest, under_way
+        parts = zip(self._fragments, shared["common"], shared["velocities"], own["rests"], strict=True)
+        for fragment, common, velocity, rest in parts:
+            fragment.common, fragment.velocity, fragment.rest = common, velocity, rest
+        if self._settings.overlap:
+            for fragment, under_way in zip(self._fragments, own["under_way"], strict=True):
+                fragment.under_way = under_way

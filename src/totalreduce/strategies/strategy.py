@@ -105,8 +105,8 @@ class StrategySession(Protocol):
     def state(self) -> Mapping[str, Any]:
         """Return the state: dicts and lists of numbers and arrays, which are not copied.
 
-        Under ``"shared"`` is what is equal on all ranks, under ``"own"`` what belongs to this rank. No exchange is
-        running; results that are not due yet may be saved beside it.
+        Under ``"shared"`` is what is equal on all ranks, under ``"own"`` what belongs to this rank. Results that are
+        not due yet may be saved beside it. Exchanges run meanwhile only if they can be restarted from the state.
         """
 
     def load_state(self, state: Mapping[str, Any]) -> None:

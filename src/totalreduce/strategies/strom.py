@@ -100,7 +100,7 @@ class StromSession:
         return False
 
     def ends_exchange(self) -> bool:
-        """An exchange begins with each step."""
+        """An exchange begins after each step, and its result is applied ``overlap`` steps later."""
         return self._steps >= self._settings.overlap
 
     def stepped(self, weight: float) -> list[Pending]:
