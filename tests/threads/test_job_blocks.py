@@ -363,7 +363,6 @@ def test_the_steps_of_a_strategy_are_those_without_a_job_and_call_no_collective(
     [
         (tr.PostLocalSGD(start=3), "use LocalSGD"),
         (tr.LocalSGD(period=1), "use sync=None"),
-        (tr.DiLoCo(period=4, overlap=1), "use overlap=0"),
         (tr.Gossip(overlap=1), "use overlap=0"),
         (tr.Strom(threshold=0.1, overlap=2), "use overlap=0"),
         (tr.Async(), "its servers have state"),
