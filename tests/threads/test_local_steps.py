@@ -37,18 +37,22 @@ def inner_of(model: torch.nn.Module, kind: str = "sgd") -> torch.optim.Optimizer
 
 
 def train(group: Group, sync: Strategy | None, steps: int, dtype=DOUBLE, kind: str = "sgd") -> torch.nn.Module:
-    model = Net(dtype)
-    optimizer = DistributedOptimizer(inner_of(model, kind), model, group=group, sync=sync)
-    take_steps(model, optimizer, group, steps, dtype)
+    model, optimizer = trained(group, sync, steps, dtype, kind)
     optimizer.close()
     return model
 
 
-def take_steps(model: torch.nn.Module, optimizer: DistributedOptimizer, group: Group, steps: int, dtype=DOUBLE) -> None:
+def trained(
+    group: Group, sync: Strategy | None, steps: int, dtype=DOUBLE, kind: str = "sgd"
+) -> tuple[torch.nn.Module, DistributedOptimizer]:
+    """Return a model after so many steps, and its optimizer, which is open."""
+    model = Net(dtype)
+    optimizer = DistributedOptimizer(inner_of(model, kind), model, group=group, sync=sync)
     for batch in batches(steps, dtype=dtype):
         optimizer.zero_grad()
         loss_of(model, shard(batch, group)).backward()
         optimizer.step()
+    return model, optimizer
 
 
 class OneOf:
@@ -132,9 +136,7 @@ STRATEGIES = [
 @pytest.mark.parametrize("sync", STRATEGIES, ids=str)
 def test_ranks_compute_what_one_process_computes(sync: Strategy, world_size: int) -> None:
     def body(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-        model = Net(DOUBLE)
-        optimizer = DistributedOptimizer(inner_of(model), model, group=group, sync=sync)
-        take_steps(model, optimizer, group, 9)
+        model, optimizer = trained(group, sync, 9)
         before = flat(model)
         optimizer.local_steps.finish()
         assert optimizer.local_steps.spread() == 0
@@ -181,9 +183,7 @@ def test_finish_that_ran_out_of_time_is_repeated() -> None:
 
 def test_finish_is_refused_while_steps_can_be_undone() -> None:
     def body(group: Group) -> None:
-        model = Net(DOUBLE)
-        optimizer = DistributedOptimizer(inner_of(model), model, group=group, sync=DiLoCo(period=4, overlap=2))
-        take_steps(model, optimizer, group, 3)
+        model, optimizer = trained(group, DiLoCo(period=4, overlap=2), 3)
         optimizer.local_steps.is_guarded = True
         before = flat(model)
         with pytest.raises(ConfigurationError, match=r"behind the block of tr\.recoverable"):
@@ -198,9 +198,7 @@ def test_a_state_that_was_saved_before_exchanges_could_be_restarted_is_loaded() 
     """States of strategies without overlap had the same parts then, but for ``under_way``."""
 
     def body(group: Group) -> None:
-        model = Net(DOUBLE)
-        optimizer = DistributedOptimizer(inner_of(model), model, group=group, sync=SlowMo(period=3))
-        take_steps(model, optimizer, group, 4)
+        _, optimizer = trained(group, SlowMo(period=3), 4)
         saved, shared = optimizer.local_steps.state(), optimizer.local_steps.shared()
         assert list(saved["session"]["own"]) == ["rests"]
         del saved["under_way"], shared["under_way"]
@@ -216,9 +214,7 @@ def test_finish_after_more_steps_than_other_ranks_is_an_error() -> None:
     """A period ends after two steps, so that rank 0 has nothing to exchange after them."""
 
     def body(group: Group) -> None:
-        model = Net(DOUBLE)
-        optimizer = DistributedOptimizer(inner_of(model), model, group=group, sync=LocalSGD(period=2))
-        take_steps(model, optimizer, group, 2 + group.rank)
+        _, optimizer = trained(group, LocalSGD(period=2), 2 + group.rank)
         optimizer.local_steps.finish()
 
     with pytest.raises(DeadlineExceededError, match="same number of steps"):

@@ -97,8 +97,8 @@ def _launcher(peer: str, place: Path | None) -> Path:
 
 
 def _python(peer: str, launcher: Path) -> str:
-    beside = launcher.parent / "python3"
-    candidates = list(dict.fromkeys([*([str(beside)] if beside.exists() else []), sys.executable]))
+    paths = (launcher.parent / "python3", Path(sys.executable))
+    candidates = list(dict.fromkeys(str(path) for path in paths if path.exists()))  # the two may be one file
     found = []
     for python in candidates:
         library = _ask([python, "-c", _LIBRARY]).strip()

@@ -72,14 +72,14 @@ class Negotiator:
     def submit(self, requests: Sequence[Request], now: float, *, where: object = "", num_bytes: int = 0) -> bool:
         """Ask for operations; several at once become ready at once. Their names must not be pending on this rank.
 
-        Returns:
-            Whether a cycle has begun or gone on, so that there may be messages and responses.
-
         Args:
             requests: The operations, in the order in which rank 0 looks at them.
             now: The time.
             where: The line of the program, for stall reports, which call ``str`` on it.
             num_bytes: Size of their tensors. From ``config.fusion_bytes`` on, nothing is gained by waiting for more.
+
+        Returns:
+            Whether a cycle has begun or gone on, so that there may be messages and responses.
 
         Raises:
             ConfigurationError: Too many operations of this rank are pending; nothing was submitted.
