@@ -34,7 +34,10 @@ slow = pytest.mark.slow
         pytest.param("slowmo", [0, 5, 11, 13], marks=slow),
         pytest.param("easgd", [0, 5, 11, 13], marks=slow),
         pytest.param("gossip", [0, 5, 11, 13], marks=slow),
+        pytest.param("gossip, overlap", [0, 5, 10, 13], marks=slow),
+        pytest.param("gossip, long overlap", [0, 6, 10, 13], marks=slow),
         pytest.param("strom", [0, 5, 10, 13], marks=slow),
+        pytest.param("strom, overlap", [0, 5, 10, 13], marks=slow),
     ],
 )
 def test_replaced_ranks_change_no_bit(tmp_path: Path, sync: str, versions: list[int]) -> None:
@@ -48,6 +51,25 @@ def test_replaced_ranks_change_no_bit(tmp_path: Path, sync: str, versions: list[
     assert list(map(without_epochs, disturbed.finals)) == list(map(without_epochs, plain.finals))
     assert len({final["digest"] for final in plain.finals}) == 3  # ranks end with parameters of their own
     assert plain.finals[0]["losses"] == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("deaths", "versions"),
+    [
+        ("1:5:forward,2:6:forward,0:8:forward", [0, 5, 6, 9]),
+        # Ranks 0 and 1 die one shortly after the other, so perhaps there is one epoch less.
+        pytest.param("0:5:updated,1:6:backward,2:6:updated", [0, 6, 9], marks=slow),
+    ],
+)
+def test_ranks_that_die_around_the_last_synchronous_step_change_no_bit(
+    tmp_path: Path, deaths: str, versions: list[int]
+) -> None:
+    """Six steps are synchronous. Their state is that of any rank; the seventh step makes the first copies."""
+    plain = run(tmp_path / "plain", "post_local_sgd")
+    disturbed = run(tmp_path / "disturbed", "post_local_sgd", deaths)
+    assert sorted({event["version"] for event in disturbed.epochs()}) == versions
+    assert list(map(without_epochs, disturbed.finals)) == list(map(without_epochs, plain.finals))
+    assert len({final["digest"] for final in plain.finals}) == 3
 
 
 @slow
@@ -74,11 +96,27 @@ def test_a_rank_without_a_copy_begins_where_another_one_is(tmp_path: Path, sync:
 
 
 @pytest.mark.parametrize(
-    "sync", ["local_sgd", *(pytest.param(each, marks=slow) for each in ("diloco", "diloco, overlap", "gossip"))]
+    ("sync", "version"),
+    [
+        ("local_sgd", 7),
+        *(
+            pytest.param(*each, marks=slow)
+            for each in [
+                ("post_local_sgd", 5),
+                ("diloco", 5),
+                ("diloco, overlap", 6),
+                ("gossip", 5),
+                ("gossip, overlap", 5),
+                ("gossip, long overlap", 6),
+                ("strom, overlap", 5),
+            ]
+        ),
+    ],
 )
-def test_without_a_lost_rank_the_others_go_on(tmp_path: Path, sync: str) -> None:
+def test_without_a_lost_rank_the_others_go_on(tmp_path: Path, sync: str, version: int) -> None:
     made = run(tmp_path / "run", sync, "1:5:forward", num_workers=4, on_loss="shrink", restarts=0)
     assert [len(event["members"]) for event in made.epochs()] == [4, 3]
+    assert made.epochs()[1]["version"] == version
     assert [final["world_size"] for final in made.finals] == [3, 3, 3]
     for epoch in range(2):
         used = [sample for (of, _), samples in made.blocks().items() if of == epoch for sample in samples]
@@ -88,7 +126,7 @@ def test_without_a_lost_rank_the_others_go_on(tmp_path: Path, sync: str) -> None
 
 
 @slow
-@pytest.mark.parametrize("sync", ["diloco", "diloco, overlap"])
+@pytest.mark.parametrize("sync", ["diloco", "diloco, overlap", "post_local_sgd", "gossip, overlap", "strom, overlap"])
 def test_a_rank_that_joins_begins_with_the_common_state(tmp_path: Path, sync: str) -> None:
     made = run(tmp_path / "run", sync, "1:3:forward", more=["--hold", "3"], on_loss="shrink", min_ranks=2)
     assert [len(event["members"]) for event in made.epochs()] == [3, 2, 3]
@@ -96,7 +134,7 @@ def test_a_rank_that_joins_begins_with_the_common_state(tmp_path: Path, sync: st
 
 
 @slow
-@pytest.mark.parametrize("sync", ["diloco", "diloco, overlap"])
+@pytest.mark.parametrize("sync", ["diloco", "diloco, overlap", "post_local_sgd", "gossip, overlap", "strom, overlap"])
 def test_snapshots_have_the_state_of_each_rank(tmp_path: Path, sync: str) -> None:
     """A job that begins from version 10, in the middle of a period, ends with the bits of the job that has written."""
     folder = tmp_path / "snapshots"

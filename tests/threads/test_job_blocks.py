@@ -361,10 +361,8 @@ def test_the_steps_of_a_strategy_are_those_without_a_job_and_call_no_collective(
 @pytest.mark.parametrize(
     ("sync", "why"),
     [
-        (tr.PostLocalSGD(start=3), "use LocalSGD"),
+        (tr.PostLocalSGD(start=3, then=tr.LocalSGD(period=1)), "use sync=None"),
         (tr.LocalSGD(period=1), "use sync=None"),
-        (tr.Gossip(overlap=1), "use overlap=0"),
-        (tr.Strom(threshold=0.1, overlap=2), "use overlap=0"),
         (tr.Async(), "its servers have state"),
     ],
 )

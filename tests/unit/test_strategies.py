@@ -479,6 +479,51 @@ def test_a_run_goes_on_from_its_state_bit_by_bit(strategy) -> None:
     np.testing.assert_array_equal(everybody(second), everybody(whole))
 
 
+OVERLAPPING = [
+    DiLoCo(period=4, fragments=2, overlap=3, codec=Int8(stochastic=True)),
+    *(Gossip(graph=graph, overlap=1) for graph in ("ring", "exponential", "random")),
+    Gossip(graph="random", period=2, overlap=5),
+    Strom(threshold=0.05, overlap=1),
+    Strom(threshold=0.05, overlap=4),
+]
+
+
+@sizes
+@pytest.mark.parametrize("strategy", OVERLAPPING, ids=str)
+def test_exchanges_that_are_restarted_from_a_state_change_no_bit(strategy, world_size: int) -> None:
+    whole, ranks = (StrategyRanks(strategy, world_size, start(np.float32)) for _ in range(2))
+    for step in range(12):
+        run(strategy, world_size, 1, np.float32, whole, step)
+        run(strategy, world_size, 1, np.float32, ranks, step)
+        states = [copy.deepcopy(session.state()) for session in ranks.sessions]
+        ranks.sessions = [strategy.session(each, rank, world_size) for rank, each in enumerate(ranks.replicas)]
+        for session, state in zip(ranks.sessions, states, strict=True):
+            session.load_state(state)
+        ranks.restart(ranks.under_way)
+    np.testing.assert_array_equal(everybody(ranks), everybody(whole))
+
+
+@pytest.mark.parametrize("graph", ["ring", "exponential", "random"])
+@pytest.mark.parametrize("overlap", [1, 3])
+@pytest.mark.parametrize(("num_kept", "num_new"), [(4, 0), (3, 1), (1, 0)])
+def test_messages_of_gossip_reach_the_ranks_that_are_left(graph, overlap: int, num_kept: int, num_new: int) -> None:
+    """They go to the partners among the new members. A rank that joins has sent none."""
+    strategy, world_size = Gossip(graph=graph, overlap=overlap), num_kept + num_new
+    before, after = run(strategy, 5, 6), StrategyRanks(strategy, world_size, start())
+    states = [copy.deepcopy(session.state()) for session in before.sessions]
+    total = np.zeros(N + 1)  # of parameters times weights, and of weights
+    for rank in range(world_size):
+        own = states[rank]["own"] if rank < num_kept else after.sessions[rank].state()["own"]
+        parameters = before.parameters(rank if rank < num_kept else 0)
+        after.replicas[rank].write(range(len(SHAPE)), parameters)
+        after.sessions[rank].load_state({"shared": states[0]["shared"], "own": own})
+        total += own["weight"] * np.append(parameters, 1.0) + np.sum(own["messages"], axis=0)
+    after.steps = 6
+    after.restart(before.under_way)
+    after.finish()
+    np.testing.assert_allclose(everybody(after), np.tile(total[:-1] / total[-1], (world_size, 1)), rtol=0, atol=1e-12)
+
+
 @sizes
 @pytest.mark.parametrize("strategy", ALL, ids=str)
 def test_at_the_end_all_ranks_have_the_same_parameters(strategy, world_size: int) -> None:

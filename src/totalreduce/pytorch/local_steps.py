@@ -31,8 +31,7 @@ from totalreduce.sparse.actions import Exchange
 from totalreduce.sparse.group_driver import GroupDriver
 from totalreduce.sparse.worker import ExchangeWorker, Job
 from totalreduce.strategies.averaging import AveragingSession
-from totalreduce.strategies.outer import OuterSession
-from totalreduce.strategies.strategy import Pending, Strategy
+from totalreduce.strategies.strategy import Pending, RestartableSession, Strategy
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.work import Work
 
@@ -362,7 +361,7 @@ class LocalSteps:
     def _restart(self, under_way: Sequence[Mapping[str, int]]) -> None:
         """Have exchanges begin anew, in the next call and after those that wait."""
         for each in under_way:
-            if not isinstance(self._session, OuterSession):
+            if not isinstance(self._session, RestartableSession):
                 raise ConfigurationError(f"{self.strategy.name!r} cannot restart an exchange that was under way")
             pending = self._session.restart(each["channel"], each["due"])
             job = _job_of(pending)
@@ -518,6 +517,6 @@ def _described(state: Any) -> str:
         return f"the entries {sorted(map(str, state))}"
     if isinstance(state, list):
         return f"a list of {len(state)}"
-    if isinstance(state, np.ndarray):
-        return f"{state.size} elements of {state.dtype}"
+    if isinstance(state, np.ndarray):  # a message of bytes may have any length
+        return "bytes" if state.dtype == np.uint8 else f"{state.size} elements of {state.dtype}"
     return "a number" if isinstance(state, (int, float)) else type(state).__name__

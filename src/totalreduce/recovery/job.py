@@ -359,7 +359,8 @@ class Job:
         """Run a block; see ``step``."""
         self._phase = _Phase.BEFORE_VOTE
         try:
-            if self._optimizers.have_strategy and self._kind.label is None:
+            takes_step_alone = self._optimizers.have_strategy and not self._optimizers.are_synchronous
+            if takes_step_alone and self._kind.label is None:
                 self.group.operations.runner.refusal = _NO_COLLECTIVES
             self.state.keep()
             self._seed_generators()

@@ -116,8 +116,13 @@ class Optimizers:
 
     @property
     def have_strategy(self) -> bool:
-        """Whether ranks take steps by themselves: there is one optimizer, and it has a strategy."""
+        """Whether there is a strategy, by which ranks take steps by themselves. Then there is one optimizer."""
         return any(each.strategy is not None for each in self._all.values())
+
+    @property
+    def are_synchronous(self) -> bool:
+        """Whether there is a strategy, and the next step exchanges gradients nevertheless. Equal on all ranks."""
+        return any(each.exchanges_gradients for each in self.strategies.values())
 
     @property
     def strategies(self) -> dict[str, LocalSteps]:

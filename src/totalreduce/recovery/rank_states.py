@@ -8,6 +8,9 @@ which wait for it in the next exchange. No other rank goes back.
 
 What is equal on all ranks at a point and changes after its vote (values, schedulers, the position in the data) comes
 from the rank that has the copy.
+
+If a strategy begins with synchronous steps, the ranks have equal parameters until the vote of the first step behind
+them, which makes the first point. Until then ``OwnState`` keeps what a rank has for itself.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import torch
 from totalreduce.groups.encoding import pack, unpack
 from totalreduce.recovery.membership import Decision
 from totalreduce.recovery.optimizers import Optimizers
-from totalreduce.recovery.replicas import Exchange, Replicas, send_row
+from totalreduce.recovery.replicas import Exchange, OwnState, Replicas, send_row
 from totalreduce.recovery.state import State
 from totalreduce.recovery.vote import Vote
 
@@ -51,9 +54,14 @@ class RankStates:
         self._point: dict[str, Any] = {"version": -1}
         self._seats_at_point: list[int] = []
         self._sending: Exchange | None = None  #: The exchange that has not ended.
+        #: As long as the ranks have equal parameters, because no point was made behind synchronous steps.
+        self._equal: OwnState | None = None
+        self._makes_point = True  #: Whether the vote of the present block makes a point.
 
     def begin(self) -> None:
-        """Send nothing beside the exchange."""
+        """Send what may be sent while gradients are exchanged. Collective, before ``send``; may be left out."""
+        if self._equal is not None and self._optimizers.are_synchronous:
+            self._equal.begin()
 
     def send(self, decision: Decision) -> None:
         """Send the state, as it is after this block, to other ranks, and have theirs. Collective, before the vote.
@@ -65,7 +73,10 @@ class RankStates:
             DeadlineExceededError: The copies have not come in time. The call may be repeated.
             ConfigurationError: The state has more bytes than can be sent.
         """
-        if self._sends and not self.vote.is_in_flight:
+        self._makes_point = self._equal is None or not self._optimizers.are_synchronous
+        if self._equal is not None and not self._makes_point:
+            self._equal.send(decision)
+        elif self._sends and not self.vote.is_in_flight:
             if self._sending is None:
                 self._next_row = pack(self._rank_state())
                 self._sending = self._replicas.begin(self._group, decision, self._state.version + 1, self._next_row)
@@ -74,16 +85,25 @@ class RankStates:
 
     def commit(self) -> None:
         """Note that a block has taken effect, whose vote has passed: this version is a point."""
+        if self._equal is not None and not self._makes_point:
+            self._equal.commit()
+            return
+        self._equal = None
         if self._sends:
-            self._replicas.commit()
-            self._row, self._point, self._seats_at_point = self._next_row, self._common(), self._seats
+            self._make_point()
+
+    def _make_point(self) -> None:
+        self._replicas.commit()
+        self._row, self._point, self._seats_at_point = self._next_row, self._common(), self._seats
 
     def copy(self, decision: Decision) -> None:
         """Make the present version a point, outside of a block. Collective."""
-        if self._sends:
+        if self._equal is not None:
+            self._equal.copy(decision)
+        elif self._sends:
             self._next_row = pack(self._rank_state())
             self._replicas.exchange(self._group, decision, self._state.version, self._next_row)
-            self.commit()
+            self._make_point()
 
     def current(self) -> dict[str, Any]:
         """Return this rank's state as it is between two blocks."""
@@ -107,6 +127,11 @@ class RankStates:
         self._replicas.undo()
         self._sending = None
         seats = self._seats = [member.seat for member in decision.members]
+        are_equal = self._equal is not None if has_state else self._optimizers.are_synchronous
+        if self._group.allgather_object(are_equal)[decision.source]:
+            self._equal = self._equal or OwnState(self._state, self._optimizers, self.num_copies, self.vote)
+            self._equal.restore(decision, has_state=has_state)
+            return
         if not any(member.has_state for member in decision.members) or not self.num_copies:
             return
         held = self._replicas.seats(self._point["version"]) if has_state else []

@@ -230,10 +230,10 @@ class OwnState:
         vote: The vote, before which copies are sent.
     """
 
-    def __init__(self, state: State, optimizers: Optimizers, num_copies: int) -> None:
-        """``optimizers``: those of the state."""
+    def __init__(self, state: State, optimizers: Optimizers, num_copies: int, vote: Vote | None = None) -> None:
+        """``optimizers``: those of the state; ``vote``: ``None``: one of its own."""
         self._state, self._group, self._optimizers = state, optimizers.group, optimizers
-        self.num_copies, self.vote = num_copies, Vote(optimizers.group)
+        self.num_copies, self.vote = num_copies, vote or Vote(optimizers.group)
         self._replicas = Replicas(num_copies)
         self._world_size = self._group.world_size  #: Of the last epoch.
         #: By optimizer the states of the sparse sessions, at the present version and after the block.

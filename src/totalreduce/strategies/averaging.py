@@ -105,8 +105,8 @@ class PostLocalSGD(Strategy):
         return AveragingSession(self.then, replica, rank, world_size, start=self.start)
 
     def recovery_obstacle(self) -> str:
-        """Return that gradients are exchanged."""
-        return "its first steps exchange gradients: use LocalSGD"
+        """Return an obstacle if gradients are exchanged in all steps."""
+        return self.then.recovery_obstacle()
 
 
 @final
@@ -138,12 +138,17 @@ class AveragingSession:
         return self._steps < self._start or self._settings.period == 1
 
     def ends_exchange(self) -> bool:
-        """Whether a period ends with the next step."""
-        return not self.exchanges_gradients() and (self._steps + 1 - self._start) % self._settings.period == 0
+        """Whether a period ends with the next step, or synchronous steps have ended with the last one."""
+        is_first = self._steps == self._start > 0
+        return not self.exchanges_gradients() and (is_first or self._ends_period(self._steps + 1))
+
+    def _ends_period(self, steps: int) -> bool:
+        """Whether a period ends after so many steps, or begins."""
+        return (steps - self._start) % self._settings.period == 0
 
     def stepped(self, weight: float) -> list[Pending]:
         """Begin an average if a period has ended."""
-        was_synchronous, ends_period = self.exchanges_gradients(), self.ends_exchange()
+        was_synchronous = self.exchanges_gradients()
         self._steps += 1
         self._weight += weight if self._settings.weights == "samples" else 1.0
         if was_synchronous:
@@ -151,7 +156,7 @@ class AveragingSession:
                 self._last = self._replica.read(self._tensors)
             self._weight = 0.0
             return []
-        return self._begin_averages() if ends_period else []
+        return self._begin_averages() if self._ends_period(self._steps) else []
 
     def join(self) -> list[Pending]:
         """Begin the average that ranks with data begin next: this rank has no more data.
@@ -169,7 +174,7 @@ class AveragingSession:
 
     def ending(self) -> list[Pending]:
         """Begin an average without a codec, unless the last step has ended a period or was synchronous."""
-        if self._steps <= self._start or not (self._steps - self._start) % self._settings.period:
+        if self._steps <= self._start or self._ends_period(self._steps):
             return []
         weight, self._weight = self._weight, 0.0
         values = self._difference()

@@ -10,6 +10,7 @@ divided by it, so that all ranks come to the average.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from random import Random
@@ -20,7 +21,7 @@ import numpy as np
 from totalreduce.foundation import checks
 from totalreduce.kernels.arrays import Array
 from totalreduce.sparse.actions import Action, Messages
-from totalreduce.strategies.strategy import UNDER_WAY, Pending, Replica, Strategy, mean_of
+from totalreduce.strategies.strategy import Pending, Replica, Strategy, mean_of
 
 __all__ = ["Gossip", "GossipSession", "partners"]
 
@@ -61,10 +62,6 @@ class Gossip(Strategy):
         """Return the session of one rank."""
         return GossipSession(self, replica, rank, world_size)
 
-    def recovery_obstacle(self) -> str:
-        """Return an obstacle if steps go on beside an exchange."""
-        return UNDER_WAY if self.overlap else ""
-
 
 def partners(settings: Gossip, number: int, rank: int, world_size: int) -> tuple[int | None, int | None]:
     """Return the rank to which this one sends in an exchange, and the rank that sends to it; ``None``: it rests."""
@@ -99,6 +96,10 @@ class GossipSession:
         self._counts_wholly = 0 < settings.overlap <= settings.period
         #: Where updates count wholly: the parameters before the step.
         self._before = replica.read(self._tensors) if self._counts_wholly else np.empty(0, replica.dtype)
+        num_under_way = -(-settings.overlap // settings.period)
+        nothing = np.zeros(sum(replica.sizes) + 1, replica.dtype)
+        #: The messages of the last exchanges, of which some may be under way.
+        self._messages = deque([nothing] * num_under_way, maxlen=num_under_way)
 
     def exchanges_gradients(self) -> bool:
         """Gradients are never exchanged."""
@@ -120,17 +121,29 @@ class GossipSession:
             self._count_whole_step()
         if not self._ends_period(self._steps):
             return []
-        to, source = partners(self._settings, self._number, self._rank, self._world_size)
+        to, _ = partners(self._settings, self._number, self._rank, self._world_size)
         self._number += 1
-        channel = self._number % (self._settings.overlap + 1)
-        due = self._steps + self._settings.overlap
-        if to is None or source is None:
-            return [Pending(channel, due, _rest())]
-        half = self._weight / 2
-        self._weight = half
         values = self._replica.read(self._tensors)
-        message = np.append(values * values.dtype.type(half), values.dtype.type(half))
-        return [Pending(channel, due, _swap(message, to, source))]
+        if to is None:
+            message = np.zeros(values.size + 1, values.dtype)
+        else:
+            self._weight /= 2
+            half = values.dtype.type(self._weight)
+            message = np.append(values * half, half)
+        self._messages.append(message)
+        return [self._exchange(message, self._number, self._steps + self._settings.overlap)]
+
+    def _exchange(self, message: Array, number: int, due: int) -> Pending:
+        """Return an exchange, numbered from 1, in which this rank sends a message to its partner, if it has one."""
+        to, source = partners(self._settings, number - 1, self._rank, self._world_size)
+        exchange = _rest(message) if to is None or source is None else _swap(message, to, source)
+        return Pending(number % (self._settings.overlap + 1), due, exchange)
+
+    def restart(self, channel: int, due: int) -> Pending:
+        """Return an exchange that has begun, and whose result is not applied, from its beginning."""
+        del channel
+        number = (due - self._settings.overlap) // self._settings.period
+        return self._exchange(self._messages[number - self._number - 1], number, due)
 
     def _count_whole_step(self) -> None:
         """Divide the update of the step that has just ended by the weight, below 1 while a message is under way.
@@ -167,21 +180,30 @@ class GossipSession:
             self._before = self._replica.read(self._tensors)
 
     def state(self) -> Mapping[str, Any]:
-        """Return the numbers of steps and exchanges, the weight, and the parameters before the next step."""
-        own = {"weight": self._weight} | ({"before": self._before} if self._counts_wholly else {})
+        """Return the numbers of steps and exchanges, and the weight; with overlap also messages and parameters."""
+        own: dict[str, Any] = {"weight": self._weight}
+        if self._settings.overlap:
+            own["messages"] = list(self._messages)
+        if self._counts_wholly:
+            own["before"] = self._before
         return {"shared": {"steps": self._steps, "number": self._number}, "own": own}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
         self._steps, self._number = state["shared"]["steps"], state["shared"]["number"]
         self._weight = state["own"]["weight"]
+        self._messages.extend(state["own"].get("messages", ()))
         if self._counts_wholly:
             self._before = state["own"]["before"]
 
 
-def _rest() -> Generator[Action, Any, None]:
-    """Take part in an exchange in which this rank has no partner."""
+def _rest(message: Array) -> Generator[Action, Any, Array | None]:
+    """Take part in an exchange in which this rank has no partner.
+
+    The rank keeps its message, which has no weight if the rank had no partner either when the exchange began.
+    """
     yield Messages({}, {})
+    return message if message[-1] else None
 
 
 def _swap(message: Array, to: int, source: int) -> Generator[Action, Any, Array]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -15,10 +15,7 @@ from totalreduce.kernels.arrays import Array
 from totalreduce.sparse.actions import Action, Allreduce, Exchange
 from totalreduce.sparse.coded import coded_sum
 
-__all__ = ["UNDER_WAY", "Pending", "Replica", "Strategy", "StrategySession", "mean_of", "plain_mean"]
-
-#: The obstacle to recovery of strategies with ``overlap``.
-UNDER_WAY = "with overlap above 0 messages are under way between two steps: use overlap=0"
+__all__ = ["Pending", "Replica", "RestartableSession", "Strategy", "StrategySession", "mean_of", "plain_mean"]
 
 
 class Replica(Protocol):
@@ -83,7 +80,8 @@ class StrategySession(Protocol):
     def ends_exchange(self) -> bool:
         """Whether the next step ends with an exchange, or applies the result of one. Gradients do not count.
 
-        Equal on all ranks.
+        Equal on all ranks. The first step behind synchronous ones counts as such a step: then the parameters of the
+        ranks begin to differ, and ``tr.recoverable`` copies them.
         """
 
     def stepped(self, weight: float) -> list[Pending]:
@@ -113,6 +111,21 @@ class StrategySession(Protocol):
         """Go on from a state of a session with these settings and this model. Its arrays may be taken over."""
 
 
+@runtime_checkable
+class RestartableSession(StrategySession, Protocol):
+    """A session whose exchanges may be under way between two steps, and can then be restarted from its state."""
+
+    def restart(self, channel: int, due: int) -> Pending:
+        """Return an exchange that has begun, and whose result is not applied, from its beginning.
+
+        If the session has another number of ranks than when the exchange began, so has the exchange now.
+
+        Args:
+            channel: Its number.
+            due: The number of steps after which its result is applied.
+        """
+
+
 class Strategy(ABC):
     """The settings of a strategy, as a frozen dataclass; equal on all ranks.
 
@@ -135,7 +148,7 @@ class Strategy(ABC):
     def recovery_obstacle(self) -> str:
         """Return why ``tr.recoverable`` cannot keep the state of the sessions; an empty text if it can.
 
-        It can if no step exchanges gradients, and each exchange that is under way between two steps can be restarted.
+        It can if each exchange that is under way between two steps can be restarted, and not all steps are synchronous.
         """
         return ""
 

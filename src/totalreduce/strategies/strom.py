@@ -14,6 +14,7 @@ rate: otherwise the small updates at the end of a schedule would never add up to
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, final
@@ -27,7 +28,7 @@ from totalreduce.foundation.errors import ProtocolError
 from totalreduce.kernels import ahead
 from totalreduce.kernels.arrays import Array
 from totalreduce.sparse.actions import Action, Allgather
-from totalreduce.strategies.strategy import UNDER_WAY, Pending, Replica, Strategy
+from totalreduce.strategies.strategy import Pending, Replica, Strategy
 
 __all__ = ["Strom", "StromSession"]
 
@@ -76,10 +77,6 @@ class Strom(Strategy):
         """Return the session of one rank."""
         return StromSession(self, replica, rank, world_size)
 
-    def recovery_obstacle(self) -> str:
-        """Return an obstacle if steps go on beside an exchange."""
-        return UNDER_WAY if self.overlap else ""
-
 
 @final
 class StromSession:
@@ -94,6 +91,8 @@ class StromSession:
         self._tensors = range(len(replica.sizes))
         self._common = replica.read(self._tensors)
         self._rest = np.zeros(self._common.size, np.float32)
+        #: The messages of the last steps, of which some may be under way, each with its threshold.
+        self._messages = deque([self._take(settings.threshold)] * settings.overlap, maxlen=settings.overlap)
 
     def exchanges_gradients(self) -> bool:
         """Gradients are never exchanged."""
@@ -115,9 +114,21 @@ class StromSession:
         if overlap:  # otherwise the messages of this step are applied before the next one
             self._replica.write(self._tensors, self._common)
         threshold = self._threshold()
-        exchange = _exchange(*self._take(threshold), self._rest.size, self._world_size)
+        message = self._take(threshold)
+        self._messages.append(message)
         self._warn_if_behind(threshold)
-        return [Pending(self._steps % (overlap + 1), self._steps + overlap, exchange)]
+        return [self._exchange(message, self._steps + overlap)]
+
+    def _exchange(self, message: tuple[Array, float], due: int) -> Pending:
+        """Return the exchange of a message whose result is due after so many steps."""
+        overlap = self._settings.overlap
+        exchange = _exchange(*message, self._rest.size, self._world_size)
+        return Pending((due - overlap) % (overlap + 1), due, exchange)
+
+    def restart(self, channel: int, due: int) -> Pending:
+        """Return an exchange that has begun, and whose result is not applied, from its beginning."""
+        del channel
+        return self._exchange(self._messages[due - self._settings.overlap - self._steps - 1], due)
 
     def _threshold(self) -> float:
         """Return the threshold of this step, which falls with the learning rate."""
@@ -166,18 +177,22 @@ class StromSession:
         return []
 
     def state(self) -> Mapping[str, Any]:
-        """Return the number of steps, the largest learning rate, the common parameters, and what was not sent.
+        """Return the number of steps, the largest learning rate, common parameters, what was not sent, and messages.
 
         The learning rate is that of this rank. A rank that joins goes on with another rank's.
         """
         shared = {"steps": self._steps, "largest_rate": self._largest_rate, "common": self._common}
-        return {"shared": shared, "own": {"rest": self._rest}}
+        own: dict[str, Any] = {"rest": self._rest}
+        if self._settings.overlap:
+            own["messages"] = [{"block": block, "threshold": threshold} for block, threshold in self._messages]
+        return {"shared": shared, "own": own}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
         shared = state["shared"]
         self._steps, self._largest_rate, self._common = shared["steps"], shared["largest_rate"], shared["common"]
         self._rest = state["own"]["rest"]
+        self._messages.extend((each["block"], each["threshold"]) for each in state["own"].get("messages", ()))
 
 
 def _exchange(block: Array, threshold: float, count: int, world_size: int) -> Generator[Action, Any, Array]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from totalreduce.foundation.partition import parts_of_range
 from totalreduce.kernels.arrays import Array
-from totalreduce.strategies.strategy import Pending, Strategy
+from totalreduce.strategies.strategy import Pending, RestartableSession, Strategy, StrategySession
 from totalreduce.testing.lockstep import run_exchanges
 
 __all__ = ["ArrayReplica", "StrategyRanks"]
@@ -131,6 +131,17 @@ class StrategyRanks:
         self._carry_out([session.ending() for session in self.sessions])
         self._apply_due(self.steps)
 
+    @property
+    def under_way(self) -> list[tuple[int, int]]:
+        """The exchanges whose results are not applied: the channel of each, and the steps after which it is due."""
+        return [(done[0][0].channel, due) for due, done in self._waiting]
+
+    def restart(self, under_way: Sequence[tuple[int, int]]) -> None:
+        """Have exchanges begin anew from the states of the sessions, as ``tr.recoverable`` does after a loss."""
+        self._waiting.clear()
+        for channel, due in under_way:
+            self._carry_out([[_restarted(session, channel, due)] for session in self.sessions])
+
     def _carry_out(self, begun: Sequence[list[Pending]]) -> None:
         """Run the exchanges that begin after a step; ``begun``: by rank."""
         for pending in zip(*begun, strict=True):
@@ -146,3 +157,8 @@ class StrategyRanks:
                 self._waiting.remove((due, done))
                 for session, (each, result) in zip(self.sessions, done, strict=True):
                     session.apply(each.channel, result)
+
+
+def _restarted(session: StrategySession, channel: int, due: int) -> Pending:
+    assert isinstance(session, RestartableSession)
+    return session.restart(channel, due)

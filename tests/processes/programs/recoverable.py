@@ -23,13 +23,17 @@ SYNCS = {
     "oktopk": tr.OkTopk(density=0.1),
     "topka": tr.TopkA(density=0.1),
     "local_sgd": tr.LocalSGD(period=4),
+    "post_local_sgd": tr.PostLocalSGD(start=6, then=tr.LocalSGD(period=4)),
     "local_sgd, int8": tr.LocalSGD(period=3, codec=tr.Int8(), optimizer_state="keep"),
     "diloco": tr.DiLoCo(period=4, fragments=2, codec=tr.Int8()),
     "diloco, overlap": tr.DiLoCo(period=4, fragments=2, overlap=3, codec=tr.Int8(stochastic=True)),
     "slowmo": tr.SlowMo(period=3),
     "easgd": tr.EASGD(period=3),
     "gossip": tr.Gossip(period=2),
+    "gossip, overlap": tr.Gossip(overlap=1),
+    "gossip, long overlap": tr.Gossip(graph="random", period=2, overlap=3),
     "strom": tr.Strom(threshold=1e-3),
+    "strom, overlap": tr.Strom(threshold=1e-3, overlap=2),
 }
 
 
