@@ -239,18 +239,24 @@ class TcpTransport(Transport):
                 return
 
     def _write_on(self, now: float) -> bool:
-        """Go on with messages that are half-way out; returns whether no event is left for ``progress``."""
+        """Go on with messages that are half-way out; returns whether no event is left for ``progress``.
+
+        That a connection without such a message takes bytes is no news if it has not refused any: with every other
+        event the kernel looks whether it does, and reports it also when what has come was read meanwhile.
+        """
         events = self._poller.events
         with self._changing:
             while events:
                 fd, event = events[0]
                 connection = self._connections.get(fd)
-                if event != select.EPOLLOUT or connection is None or not connection.outgoing.is_half_way:
+                if event != select.EPOLLOUT or connection is None or not connection.established:
                     return False
                 outgoing = connection.outgoing
+                if not outgoing.is_half_way and not outgoing.writable:
+                    return False
                 outgoing.writable = True
                 try:
-                    while outgoing.writable:
+                    while outgoing.writable and outgoing.is_half_way:
                         if outgoing.write_on(now):
                             return False
                 except OSError:  # ``progress`` comes to the same error
