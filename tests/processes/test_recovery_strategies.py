@@ -31,6 +31,7 @@ slow = pytest.mark.slow
         pytest.param("local_sgd, int8", [0, 5, 11, 13], marks=slow),
         pytest.param("diloco", [0, 5, 11, 13], marks=slow),
         ("diloco, overlap", [0, 6, 10, 13]),
+        pytest.param("diloco, progress", [0, 6, 10, 13], marks=slow),
         pytest.param("slowmo", [0, 5, 11, 13], marks=slow),
         pytest.param("easgd", [0, 5, 11, 13], marks=slow),
         pytest.param("gossip", [0, 5, 11, 13], marks=slow),

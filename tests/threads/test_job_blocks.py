@@ -324,21 +324,30 @@ def test_a_data_set_that_differs_between_ranks_is_refused() -> None:
         assert f"on rank {rank} it has {8 - rank}" in message
 
 
-def test_the_steps_of_a_strategy_are_those_without_a_job_and_call_no_collective() -> None:
+@pytest.mark.parametrize(
+    ("sync", "num_synchronous"),
+    [(tr.LocalSGD(period=3), 0), (tr.PostLocalSGD(start=4, then=tr.LocalSGD(period=2)), 4)],
+)
+def test_the_steps_of_a_strategy_are_those_without_a_job_and_call_no_collective(sync, num_synchronous: int) -> None:
+    """Except its synchronous steps, which have collectives like those without a strategy."""
+
     def body(group):
         def made(name):
             first, _ = modules()
             inner = torch.optim.SGD(first.parameters(), lr=0.1, momentum=0.9)
-            return first, tr.DistributedOptimizer(inner, first, group=group, sync=tr.LocalSGD(period=3), name=name)
+            return first, tr.DistributedOptimizer(inner, first, group=group, sync=sync, name=name)
 
         model, optimizer = made("in a job")
         state, refused = tr.State(model=model, optimizer=optimizer), []
         with tr.recoverable(state) as job:
             for step in job.steps(7):
                 with job.step():
-                    with pytest.raises(ConfigurationError, match=r"calls no collective.*job\.once"):
-                        group.allreduce(torch.ones(1))
-                    refused.append(step)
+                    if step < num_synchronous:
+                        group.allreduce(torch.ones(1)).wait()
+                    else:
+                        with pytest.raises(ConfigurationError, match=r"calls no collective.*job\.once"):
+                            group.allreduce(torch.ones(1))
+                        refused.append(step)
                     model(torch.full((1, 4), 1.0 + group.rank + step)).sum().backward()
                     optimizer.step()
             for _ in job.once("a sum"):
@@ -350,7 +359,7 @@ def test_the_steps_of_a_strategy_are_those_without_a_job_and_call_no_collective(
             plain(torch.full((1, 4), 1.0 + group.rank + step)).sum().backward()
             alone.step()
         assert torch.equal(model.weight, plain.weight)
-        assert refused == list(range(7))
+        assert refused == list(range(num_synchronous, 7))
         assert float(total) == group.world_size
         return model.weight.detach().clone()
 

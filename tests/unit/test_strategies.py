@@ -136,10 +136,10 @@ def test_with_period_one_gradients_are_exchanged_and_nothing_else(world_size: in
 
 
 @sizes
-@pytest.mark.parametrize("overlap", [0, 2])
-def test_diloco_is_what_the_papers_say(world_size: int, overlap: int) -> None:
+@pytest.mark.parametrize(("overlap", "mix"), [(0, 0.25), (2, 0.25), (2, "progress"), (0, "progress")])
+def test_diloco_is_what_the_papers_say(world_size: int, overlap: int, mix: float | str) -> None:
     """Fragments in turn, an outer Nesterov step for each, and mixing where training has gone on."""
-    lr, momentum, period, mix = 0.7, 0.9, 6, 0.25
+    lr, momentum, period = 0.7, 0.9, 6
     strategy = DiLoCo(period=period, outer=Nesterov(lr, momentum), fragments=3, overlap=overlap, mix=mix)
     ranks = StrategyRanks(strategy, world_size, start())
     edges = [balanced_range(N, 3, number)[0] for number in range(3)] + [N]
@@ -153,13 +153,18 @@ def test_diloco_is_what_the_papers_say(world_size: int, overlap: int) -> None:
         expected += updates
         for number, part in enumerate(parts):
             if step % period == ((number + 1) * period // 3) % period:
-                waiting.append((step + overlap, part, (common[part] - expected[:, part]).mean(axis=0)))
-        for due, part, delta in list(waiting):
+                begun = expected[:, part].copy()
+                waiting.append((step + overlap, part, begun, (common[part] - begun).mean(axis=0)))
+        for due, part, begun, delta in list(waiting):
             if due == step:
                 waiting = [each for each in waiting if each[1] is not part]
                 velocity[part] = momentum * velocity[part] + delta
                 common[part] -= lr * (delta + momentum * velocity[part])
-                expected[:, part] = mix * expected[:, part] + (1 - mix) * common[part] if overlap else common[part]
+                if mix == "progress":
+                    expected[:, part] += common[part] - begun
+                else:
+                    share = mix if overlap else 0.0
+                    expected[:, part] = share * expected[:, part] + (1 - share) * common[part]
         np.testing.assert_allclose(everybody(ranks), expected, rtol=0, atol=1e-12)
 
 
@@ -481,6 +486,7 @@ def test_a_run_goes_on_from_its_state_bit_by_bit(strategy) -> None:
 
 OVERLAPPING = [
     DiLoCo(period=4, fragments=2, overlap=3, codec=Int8(stochastic=True)),
+    DiLoCo(period=4, fragments=2, overlap=3, mix="progress"),
     *(Gossip(graph=graph, overlap=1) for graph in ("ring", "exponential", "random")),
     Gossip(graph="random", period=2, overlap=5),
     Strom(threshold=0.05, overlap=1),
@@ -620,6 +626,7 @@ def test_periods_save_bytes() -> None:
         lambda: DiLoCo(period=4, overlap=4),
         lambda: DiLoCo(period=2, fragments=3),
         lambda: DiLoCo(mix=1.0),
+        lambda: DiLoCo(mix="steps"),
         lambda: Nesterov(0.0),
         lambda: SlowMo(momentum=1.0),
         lambda: EASGD(beta=0.0),

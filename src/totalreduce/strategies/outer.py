@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, final
+from typing import Any, ClassVar, Literal, Protocol, final
 
 import numpy as np
 
@@ -104,7 +104,9 @@ class DiLoCo(Strategy):
         fragments: The number of parts of the model, of the same size: ranges of elements, which may begin and end
             within a tensor. They are exchanged one after the other, at even distances within a period.
         overlap: The number of steps that go on while a fragment is exchanged; below ``period``. 0: training waits.
-        mix: The weight of this rank's own parameters where a result is taken over; with ``overlap`` only.
+        mix: With ``overlap`` only: the weight of this rank's own parameters where a result is taken over. Or
+            ``"progress"``: the rank's own steps since the exchange has begun are added to the common parameters, so
+            that no step is lost (Shen et al., "CoCoD-SGD", IJCAI 2019).
         codec: Encodes updates, with error feedback. ``None``: they are sent as they are.
 
     Raises:
@@ -117,13 +119,14 @@ class DiLoCo(Strategy):
     outer: OuterOptimizer = field(default_factory=Nesterov)
     fragments: int = 1
     overlap: int = 0
-    mix: float = 0.5
+    mix: float | Literal["progress"] = 0.5
     codec: Codec | None = None
 
     def __post_init__(self) -> None:
         checks.integer_fields(self, "period", "fragments", minimum=1)
         checks.integer_fields(self, "overlap", minimum=0)
-        checks.real_field(self, "mix", minimum=0, below=1)
+        if self.mix != "progress":
+            checks.real_field(self, "mix", minimum=0, below=1)
         check_codec(self.codec)
         if isinstance(self.outer, type) or not callable(getattr(self.outer, "move", None)):
             raise ConfigurationError(
@@ -179,14 +182,17 @@ class _Fragment:
         velocity: That of the outer optimizer.
         rest: What this rank's codes have not expressed. An exchange under way writes to it in another thread.
         under_way: With overlap: this rank's update in the last exchange, with which it can be restarted.
+        begun: With ``mix="progress"``: this rank's parameters with which the last exchange began.
     """
 
-    def __init__(self, replica: Replica, begin: int, end: int, *, overlaps: bool) -> None:
+    def __init__(self, replica: Replica, begin: int, end: int, *, overlaps: bool, adds_progress: bool) -> None:
         self.begin = begin
         self.common = replica.read_range(begin, end)
         self.velocity = np.zeros_like(self.common)
         self.rest = np.zeros_like(self.common)
-        self.under_way = np.zeros_like(self.common if overlaps else self.common[:0])
+        nothing = self.common[:0]
+        self.under_way = np.zeros_like(self.common if overlaps else nothing)
+        self.begun = (self.common if adds_progress else nothing).copy()
 
     def read(self, replica: Replica) -> Array:
         """Return a copy of the replica's elements."""
@@ -206,7 +212,11 @@ class OuterSession:
         total = sum(replica.sizes)
         count = max(1, min(settings.fragments, total))
         ranges = [balanced_range(total, count, number) for number in range(count)]
-        self._fragments = [_Fragment(replica, *bounds, overlaps=settings.overlap > 0) for bounds in ranges]
+        overlaps = settings.overlap > 0
+        self._adds_progress = overlaps and settings.mix == "progress"
+        self._fragments = [
+            _Fragment(replica, *bounds, overlaps=overlaps, adds_progress=self._adds_progress) for bounds in ranges
+        ]
 
     def exchanges_gradients(self) -> bool:
         """Gradients are never exchanged."""
@@ -231,7 +241,10 @@ class OuterSession:
         settings, pending = self._settings, []
         for number in self._turns(self._steps):
             fragment = self._fragments[number]
-            fragment.rest += fragment.common - fragment.read(self._replica)
+            values = fragment.read(self._replica)
+            fragment.rest += fragment.common - values
+            if self._adds_progress:
+                fragment.begun = values
             if settings.overlap:
                 fragment.under_way[:] = fragment.rest
             pending.append(self._exchange(number, self._steps + settings.overlap))
@@ -260,7 +273,9 @@ class OuterSession:
         fragment, settings = self._fragments[channel], self._settings
         settings.outer.move(fragment.common, result, fragment.velocity)
         values = fragment.common
-        if settings.overlap and settings.mix:
+        if self._adds_progress:
+            values = values + (fragment.read(self._replica) - fragment.begun)
+        elif settings.overlap and settings.mix:
             mix = values.dtype.type(settings.mix)
             values = mix * fragment.read(self._replica) + (1 - mix) * values
         self._replica.write_range(fragment.begin, values)
@@ -292,6 +307,8 @@ class OuterSession:
         own = {"rests": [fragment.rest for fragment in self._fragments]}
         if self._settings.overlap:
             own["under_way"] = [fragment.under_way for fragment in self._fragments]
+        if self._adds_progress:
+            own["begun"] = [fragment.begun for fragment in self._fragments]
         return {"shared": shared, "own": own}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -304,3 +321,6 @@ class OuterSession:
         if self._settings.overlap:
             for fragment, under_way in zip(self._fragments, own["under_way"], strict=True):
                 fragment.under_way = under_way
+        if self._adds_progress:
+            for fragment, begun in zip(self._fragments, own["begun"], strict=True):
+                fragment.begun = begun

@@ -27,6 +27,7 @@ SYNCS = {
     "local_sgd, int8": tr.LocalSGD(period=3, codec=tr.Int8(), optimizer_state="keep"),
     "diloco": tr.DiLoCo(period=4, fragments=2, codec=tr.Int8()),
     "diloco, overlap": tr.DiLoCo(period=4, fragments=2, overlap=3, codec=tr.Int8(stochastic=True)),
+    "diloco, progress": tr.DiLoCo(period=4, fragments=2, overlap=3, mix="progress"),
     "slowmo": tr.SlowMo(period=3),
     "easgd": tr.EASGD(period=3),
     "gossip": tr.Gossip(period=2),
