@@ -135,6 +135,16 @@ def test_a_rank_that_joins_begins_with_the_common_state(tmp_path: Path, sync: st
 
 
 @slow
+@pytest.mark.parametrize("sync", ["local_sgd", "post_local_sgd"])
+def test_a_rank_joins_one_that_has_trained_alone(tmp_path: Path, sync: str) -> None:
+    """It begins with the present state, and not with what the other rank had when it was left alone."""
+    more = ["--hold", "2"]
+    made = run(tmp_path / "run", sync, "1:9:forward", num_workers=2, more=more, on_loss="shrink", min_ranks=1)
+    assert [len(event["members"]) for event in made.epochs()] == [2, 1, 2]
+    assert len({final["version"] for final in made.finals}) == 1
+
+
+@slow
 @pytest.mark.parametrize("sync", ["diloco", "diloco, overlap", "post_local_sgd", "gossip, overlap", "strom, overlap"])
 def test_snapshots_have_the_state_of_each_rank(tmp_path: Path, sync: str) -> None:
     """A job that begins from version 10, in the middle of a period, ends with the bits of the job that has written."""

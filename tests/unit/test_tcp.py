@@ -199,6 +199,37 @@ def test_a_message_that_is_half_way_out_goes_on_while_its_rank_waits(ranks):
     assert first.transport.idle()
 
 
+def test_a_second_wait_does_not_lose_that_a_message_has_left(ranks):
+    """Two threads may wait at once. The end of the message is short, so the socket has room when it has left."""
+    first, second = ranks
+    first.post(Message(0, 0))
+    second.post(Message(0, 0))
+    turn(ranks, lambda: second.inbox == first.inbox == [0])
+    settle(ranks)
+    second.receives = False
+    for number in range(1, 200):
+        first.post(Message(number, 60_000))
+        for rank in ranks:
+            rank.transport.progress()
+        half_way = [c for c in first.transport._connections.values() if c.outgoing.is_half_way]
+        if half_way:
+            break
+    (connection,) = half_way
+    first._ready[False].clear()  # there is nothing else to send
+    second.receives = True
+    reading = threading.Thread(target=turn, args=([second], lambda: second.inbox == list(range(number + 1))))
+    reading.start()
+    deadline = time.monotonic() + 20.0
+    while connection.outgoing.is_half_way and time.monotonic() < deadline:
+        first.transport.wait(0.05)
+    assert connection.outgoing.writable
+    first.transport.wait(0.05)
+    reading.join()
+    first.transport.progress()
+    assert first.sent == list(range(number + 1))
+    assert first.transport.idle()
+
+
 def test_nothing_follows_a_message_in_which_ctrl_c_struck(ranks, monkeypatch):
     """The bytes that were sent last may not have been counted, and would be sent twice.
 

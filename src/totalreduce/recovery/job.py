@@ -531,7 +531,7 @@ class Job:
         self._optimizers.end_block()
         if self._kind.num_parts:
             needed(self.state.sampler, "a batch").advance(self._kind.num_parts)
-        if self._phase is not _Phase.ALONE:
+        if self._assembly is not None and self._phase is not _Phase.ALONE:
             self._own.commit()
 
         snapshots = self._options.snapshots

@@ -1,7 +1,8 @@
 """``RankStates``: recovery of a strategy, by which ranks have different parameters between two exchanges.
 
 Between two exchanges ranks take steps by themselves: blocks without a vote. After a block with a vote (a step that ends
-with an exchange, or one of ``job.once``) every rank is at a *point*: other ranks have a copy of its whole state. All
+with an exchange, or one of ``job.once``; for synchronous steps see below) every rank is at a *point*: other ranks have
+a copy of its whole state. All
 blocks from the last point on depend on this state, on the samples and on the seeds alone. So the process that replaces
 a lost rank begins at the last point and repeats these blocks by itself, until it has come to the version of the others,
 which wait for it in the next exchange. No other rank goes back.
@@ -54,7 +55,7 @@ class RankStates:
         self._point: dict[str, Any] = {"version": -1}
         self._seats_at_point: list[int] = []
         self._sending: Exchange | None = None  #: The exchange that has not ended.
-        #: As long as the ranks have equal parameters, because no point was made behind synchronous steps.
+        #: While the ranks have equal parameters, because no point has been made yet behind the synchronous steps.
         self._equal: OwnState | None = None
         self._makes_point = True  #: Whether the vote of the present block makes a point.
 
@@ -84,7 +85,7 @@ class RankStates:
             self._sending = None
 
     def commit(self) -> None:
-        """Note that a block has taken effect, whose vote has passed: this version is a point."""
+        """Note that a block has taken effect, whose vote has passed: except in synchronous steps, it is a point."""
         if self._equal is not None and not self._makes_point:
             self._equal.commit()
             return
@@ -104,6 +105,8 @@ class RankStates:
             self._next_row = pack(self._rank_state())
             self._replicas.exchange(self._group, decision, self._state.version, self._next_row)
             self._make_point()
+        else:  # a rank that trains alone makes no points, and goes on from the last one
+            self._seats_at_point = []
 
     def current(self) -> dict[str, Any]:
         """Return this rank's state as it is between two blocks."""
@@ -132,6 +135,7 @@ class RankStates:
             self._equal = self._equal or OwnState(self._state, self._optimizers, self.num_copies, self.vote)
             self._equal.restore(decision, has_state=has_state)
             return
+        self._equal = None  # a new rank may have it from an epoch that it did not come into
         if not any(member.has_state for member in decision.members) or not self.num_copies:
             return
         held = self._replicas.seats(self._point["version"]) if has_state else []

@@ -143,7 +143,7 @@ class AveragingSession:
         return not self.exchanges_gradients() and (is_first or self._ends_period(self._steps + 1))
 
     def _ends_period(self, steps: int) -> bool:
-        """Whether a period ends after so many steps, or begins."""
+        """Whether so many steps are a whole number of periods behind the synchronous ones."""
         return (steps - self._start) % self._settings.period == 0
 
     def stepped(self, weight: float) -> list[Pending]:

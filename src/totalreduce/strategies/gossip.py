@@ -180,7 +180,7 @@ class GossipSession:
             self._before = self._replica.read(self._tensors)
 
     def state(self) -> Mapping[str, Any]:
-        """Return the numbers of steps and exchanges, and the weight; with overlap also messages and parameters."""
+        """Return numbers of steps and exchanges, the weight; with overlap messages, and parameters before a step."""
         own: dict[str, Any] = {"weight": self._weight}
         if self._settings.overlap:
             own["messages"] = list(self._messages)

@@ -241,8 +241,9 @@ class TcpTransport(Transport):
     def _write_on(self, now: float) -> bool:
         """Go on with messages that are half-way out; returns whether no event is left for ``progress``.
 
-        That a connection without such a message takes bytes is no news if it has not refused any: with every other
-        event the kernel looks whether it does, and reports it also when what has come was read meanwhile.
+        An event that says only that an idle connection is writable, which is known, is dropped: the kernel adds it to
+        every other event of the connection, also to one whose bytes have been read already. A connection with messages
+        that are not reported as sent is not idle.
         """
         events = self._poller.events
         with self._changing:
@@ -252,7 +253,7 @@ class TcpTransport(Transport):
                 if event != select.EPOLLOUT or connection is None or not connection.established:
                     return False
                 outgoing = connection.outgoing
-                if not outgoing.is_half_way and not outgoing.writable:
+                if not outgoing.is_half_way and (outgoing.busy or not outgoing.writable):
                     return False
                 outgoing.writable = True
                 try:
