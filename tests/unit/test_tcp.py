@@ -132,6 +132,16 @@ def only_wait(rank, *, timeout_s=20.0):
         rank.transport.wait(0.05)
 
 
+def connected(ranks):
+    """Return the ranks when each has received message 0 of the other one, and nothing more moves."""
+    first, second = ranks
+    for rank in ranks:
+        rank.post(Message(0, 0))
+    turn(ranks, lambda: second.inbox == first.inbox == [0])
+    settle(ranks)
+    return first, second
+
+
 def fill(sender, receiver, message):
     """Send, to somebody who does not read, until nothing more goes out."""
     receiver.receives = False
@@ -177,11 +187,7 @@ def test_the_last_messages_leave_although_their_peer_is_not_ready_any_more(ranks
 
 
 def test_a_message_that_is_half_way_out_goes_on_while_its_rank_waits(ranks):
-    first, second = ranks
-    first.post(Message(0, 0))
-    second.post(Message(0, 0))
-    turn(ranks, lambda: second.inbox == first.inbox == [0])
-    settle(ranks)
+    first, second = connected(ranks)
     first.post(Message(1, 8 << 20))
     first.transport.progress()
     assert first.sent == [0], "it does not fit into the socket"
@@ -201,23 +207,19 @@ def test_a_message_that_is_half_way_out_goes_on_while_its_rank_waits(ranks):
 
 def test_a_second_wait_does_not_lose_that_a_message_has_left(ranks):
     """Two threads may wait at once. The end of the message is short, so the socket has room when it has left."""
-    first, second = ranks
-    first.post(Message(0, 0))
-    second.post(Message(0, 0))
-    turn(ranks, lambda: second.inbox == first.inbox == [0])
-    settle(ranks)
-    second.receives = False
-    for number in range(1, 200):
-        first.post(Message(number, 60_000))
-        for rank in ranks:
-            rank.transport.progress()
-        half_way = [c for c in first.transport._connections.values() if c.outgoing.is_half_way]
-        if half_way:
-            break
-    (connection,) = half_way
-    first._ready[False].clear()  # there is nothing else to send
+    first, second = connected(ranks)
+
+    def one(sender):
+        if not sender.outbox:
+            sender.post(Message(len(sender.taken), 60_000))
+
+    fill(first, second, one)
+    first.outbox.clear()
+    first._ready[False].clear()
+    numbers = list(range(len(first.taken)))
+    (connection,) = (c for c in first.transport._connections.values() if c.outgoing.is_half_way)
     second.receives = True
-    reading = threading.Thread(target=turn, args=([second], lambda: second.inbox == list(range(number + 1))))
+    reading = threading.Thread(target=turn, args=([second], lambda: second.inbox == numbers))
     reading.start()
     deadline = time.monotonic() + 20.0
     while connection.outgoing.is_half_way and time.monotonic() < deadline:
@@ -226,7 +228,7 @@ def test_a_second_wait_does_not_lose_that_a_message_has_left(ranks):
     first.transport.wait(0.05)
     reading.join()
     first.transport.progress()
-    assert first.sent == list(range(number + 1))
+    assert first.sent == numbers
     assert first.transport.idle()
 
 

@@ -55,9 +55,10 @@ class RankStates:
         self._point: dict[str, Any] = {"version": -1}
         self._seats_at_point: list[int] = []
         self._sending: Exchange | None = None  #: The exchange that has not ended.
-        #: While the ranks have equal parameters, because no point has been made yet behind the synchronous steps.
+        #: Keeps the state while the ranks have equal parameters: no point has been made behind the synchronous steps.
         self._equal: OwnState | None = None
-        self._makes_point = True  #: Whether the vote of the present block makes a point.
+        #: Keeps the state in the present block, if its step is synchronous; otherwise the block's vote makes a point.
+        self._keeper: OwnState | None = None
 
     def begin(self) -> None:
         """Send what may be sent while gradients are exchanged. Collective, before ``send``; may be left out."""
@@ -74,9 +75,9 @@ class RankStates:
             DeadlineExceededError: The copies have not come in time. The call may be repeated.
             ConfigurationError: The state has more bytes than can be sent.
         """
-        self._makes_point = self._equal is None or not self._optimizers.are_synchronous
-        if self._equal is not None and not self._makes_point:
-            self._equal.send(decision)
+        self._keeper = self._equal if self._optimizers.are_synchronous else None
+        if self._keeper is not None:
+            self._keeper.send(decision)
         elif self._sends and not self.vote.is_in_flight:
             if self._sending is None:
                 self._next_row = pack(self._rank_state())
@@ -86,8 +87,8 @@ class RankStates:
 
     def commit(self) -> None:
         """Note that a block has taken effect, whose vote has passed: except in synchronous steps, it is a point."""
-        if self._equal is not None and not self._makes_point:
-            self._equal.commit()
+        if self._keeper is not None:
+            self._keeper.commit()
             return
         self._equal = None
         if self._sends:
@@ -126,7 +127,6 @@ class RankStates:
             decision: The members of the epoch.
             has_state: Whether this rank had the state of the job.
         """
-        self.vote.prepare()
         self._replicas.undo()
         self._sending = None
         seats = self._seats = [member.seat for member in decision.members]
@@ -135,6 +135,7 @@ class RankStates:
             self._equal = self._equal or OwnState(self._state, self._optimizers, self.num_copies, self.vote)
             self._equal.restore(decision, has_state=has_state)
             return
+        self.vote.prepare()
         self._equal = None  # a new rank may have it from an epoch that it did not come into
         if not any(member.has_state for member in decision.members) or not self.num_copies:
             return

@@ -33,7 +33,7 @@ class Vote:
         return self._work is not None
 
     def prepare(self) -> None:
-        """Prepare the votes of a new group; ``OwnState.restore`` does it."""
+        """Prepare the votes of a new group. ``OwnState.restore`` and ``RankStates.restore`` do it."""
         ballot = torch.from_numpy(self._ballot)
         self._vote = self._group.control.prepare_allreduce(ballot, name="recovery/vote", op=ReduceOp.MAX)
         self._work = None

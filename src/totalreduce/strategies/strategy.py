@@ -75,7 +75,10 @@ class StrategySession(Protocol):
     """A strategy on one rank."""
 
     def exchanges_gradients(self) -> bool:
-        """Whether the next step uses the gradients of all ranks, as synchronous training does."""
+        """Whether the next step uses the gradients of all ranks, as synchronous training does.
+
+        ``tr.recoverable`` relies on it that such steps come before all others.
+        """
 
     def ends_exchange(self) -> bool:
         """Whether the next step ends with an exchange, or applies the result of one. Gradients do not count.

@@ -92,7 +92,8 @@ class StromSession:
         self._common = replica.read(self._tensors)
         self._rest = np.zeros(self._common.size, np.float32)
         #: The messages of the last steps, of which some may be under way, each with its threshold.
-        self._messages = deque([self._take(settings.threshold)] * settings.overlap, maxlen=settings.overlap)
+        nothing = (self._take(settings.threshold) for _ in range(settings.overlap))
+        self._messages = deque(nothing, maxlen=settings.overlap)
 
     def exchanges_gradients(self) -> bool:
         """Gradients are never exchanged."""
