@@ -1,6 +1,7 @@
 """Jobs that cannot be formed: every rank says why, in time."""
 
 import socket
+import textwrap
 
 import pytest
 
@@ -162,6 +163,30 @@ def test_two_processes_of_one_rank_are_named_on_every_rank(fleet, number):
         assert f"two processes are rank {number}: " in text
         assert f"process {workers[number].pid} on" in text
         assert f"process {workers[2].pid} on" in text
+
+
+@pytest.mark.faults("F12")
+def test_two_processes_of_one_rank_that_come_at_the_same_moment_are_named(fleet):
+    """The second one comes when the first one has begun to announce itself in the store, and has not ended."""
+    slow = """
+    from totalreduce.launch import rendezvous
+    announce = rendezvous._announce
+    def announce_slowly(*arguments):
+        say("announces")
+        hear()
+        announce(*arguments)
+    if os.environ["LOCAL_RANK"] == "1":
+        rendezvous._announce = announce_slowly
+    """
+    source = textwrap.dedent(slow) + JOIN
+    _, first, second = workers = fleet.start(
+        3, source, by_rank={2: {"RANK": "1", "LOCAL_RANK": "1"}}, PATIENCE_S="20.0", EAGER="65536"
+    )
+    for worker in (first, second):
+        worker.read("announces")
+    for worker in (first, second):
+        worker.tell()
+    assert all("two processes are rank 1: " in text for text in refusals(workers, within_s=7.0))
 
 
 def test_three_processes_of_one_rank_are_named_too(fleet):

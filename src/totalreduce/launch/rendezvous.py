@@ -10,6 +10,7 @@ is evaluated; values are bounded JSON.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import secrets
@@ -257,15 +258,15 @@ class Meeting:
         with self._store_needed("announcing this rank"):
             # A second init must not read what the first one left in the store.
             meetings = f"totalreduce/{self._enter_round(name, timeout_s)}/{name}"
-            generation = store.add(f"{meetings}/count/{world.rank}", 1)
-            self._prefix = f"{meetings}/{generation}"
             # The members of an epoch are decided already, each by one process: they need not be compared, which would
-            # take two accesses of the store for each of them.
+            # take several accesses of the store for each of them.
             self._compares_arrivals = interruption is None
             if self._compares_arrivals:
                 arrival = Arrival.of(world)
-                self._prefix = self._find_contested(arrival, meetings, generation) or self._prefix
+                self._prefix = self._claim(arrival, meetings)
                 _announce(store, self._prefix, arrival)
+            else:
+                self._prefix = f"{meetings}/{store.add(f'{meetings}/count/{world.rank}', 1)}"
             self.job_id = f"{world.job_id}/{self._prefix}"
             if world.rank == 0:
                 store.set(_MEETING, self._prefix)
@@ -341,21 +342,27 @@ class Meeting:
                 "ended"
             ) from error
 
-    def _find_contested(self, arrival: Arrival, meetings: str, generation: int) -> str | None:
-        """Return the meeting in progress in which another process has this rank, if there is one.
+    def _claim(self, arrival: Arrival, meetings: str) -> str:
+        """Return the meeting that this process joins: the next one, or one in which another process has its rank.
 
-        This process joins it instead of the next meeting, so that all ranks there learn of the two processes.
+        The other process's meeting is joined if it is in progress, so that all ranks there learn of the two processes.
+        A claim is one atomic access of the store: of two processes that come at the same moment, the later one finds
+        the claim of the other one.
         """
-        for number in range(generation - 1, 0, -1):
+        count = f"{meetings}/count/{arrival.rank}"
+        num_claimed = self._store.add(count, 0)
+        for number in itertools.count(max(1, num_claimed)):
             prefix = f"{meetings}/{number}"
-            known = [other for other in self._read_arrivals(prefix, 0) if other.rank == arrival.rank]
-            if known:
-                earlier = known[0]
-                if earlier.process == arrival.process:
-                    return None
-                self._before = f" {earlier.label} was rank {arrival.rank} before this process: was one started twice?"
-                return None if _is_over(self._store, prefix, earlier.world_size) else prefix
-        return None
+            claim = self._store.compare_set(f"{prefix}/claim/{arrival.rank}", "", arrival.to_text())
+            holder = Arrival.from_text(_checked(claim))
+            if holder.process != arrival.process:
+                self._before = f" {holder.label} was rank {arrival.rank} before this process: was one started twice?"
+                if not _is_over(self._store, prefix, holder.world_size):
+                    break
+            elif number > num_claimed:
+                self._store.add(count, 1)
+                break
+        return prefix
 
     def _read_arrivals(self, prefix: str, num_known: int) -> list[Arrival]:
         """Return the arrivals after the first ``num_known``, in their order."""
