@@ -121,6 +121,41 @@ KILL_RANK_2 = """
 """.strip()
 
 
+FILTERED = """
+import os
+import signal
+from pathlib import Path
+import numpy as np
+import totalreduce as tr
+
+class Coin(tr.ps.Filter):
+    random = np.random.default_rng(os.getpid())
+
+    def select(self, keys, values, step):
+        return self.random.random(len(keys)) < 0.5
+
+group, keys, killed = tr.init(), np.arange(0, 3000, 3), Path(__file__).with_name("killed")
+with tr.ps.connect(
+    group, num_keys=3000, width=40, consistency=tr.ps.Bounded(2), replicas=2, filter=Coin()
+) as client:
+    for step in client.steps(20):
+        for column in (2 * step, 2 * step + 1):
+            values = np.zeros((1000, 40), np.float32)
+            values[:, column] = (1, 1000)[group.rank]
+            ticket = client.push(keys, values)
+            if step == 8 and group.rank == 1 and not killed.exists():
+                ticket.wait()
+                killed.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+    ticket.wait()
+    client.push_withheld().wait()
+    client.meet()
+    client.pull(keys, values).wait()
+first, second = values % 1000, values // 1000
+print("first", (first == 1).all(), "second", second.max(), (second[:, 17:] == 1).all(), (second == 0).any())
+""".strip()
+
+
 def run(tmp_path, program, *, num_servers=2, **options):
     path = tmp_path / "train.py"
     path.write_text(program)
@@ -188,6 +223,14 @@ def test_the_loss_of_a_server_loses_no_push(warm_python, tmp_path, on_loss):
         assert result.output[rank].splitlines()[-1] == "values 400.0 400.0"
     assert [each["rank"] for each in events if each["event"] == "ended" and each["exit_code"] == 137] == [3]
     assert max(each["epoch"] for each in events if each["event"] == "epoch") >= 2
+
+
+@pytest.mark.slow
+def test_a_worker_with_a_filter_is_run_again_and_counts_nothing_twice(warm_python, tmp_path):
+    """What it had withheld is lost with it. Of later pushes, and those of the other worker, nothing is."""
+    result = run(tmp_path, FILTERED, recovery=RecoveryOptions(on_loss="replace"))
+    assert result.exit_code == 0, [each.last_errors for each in result.workers]
+    assert [output.splitlines()[-1] for output in result.output[:2]] == ["first True second 1.0 True True"] * 2
 
 
 @pytest.mark.slow

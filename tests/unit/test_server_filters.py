@@ -427,3 +427,88 @@ def test_buckets_leave_in_one_order_and_not_behind_a_gradient_that_is_missing() 
     assert backward(4, 3, 2, 1) == []  # another backward pass
     assert early.have_changed()
     assert (early.num_early, early.num_withdrawn) == (4, 1)
+
+
+# ------------------------------------------------------------------------------------- workers that are run again
+
+
+class Coin(Filter):
+    """Withholds every second push, and of the other ones each key with a probability of one half."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = np.random.default_rng(seed)
+
+    def select(self, keys: np.ndarray, values: np.ndarray, step: int) -> np.ndarray:
+        share = 0.5 * self.random.integers(2)
+        return self.random.random(len(keys)) < share
+
+
+#: In each step: the first, last and distance of the keys of each push. Some pushes need two requests to each shard.
+PUSHES = ((0, 14_000, 1), (100, 12_000, 3), None, (5_000, 14_000, 1))
+STEPS = 4
+
+
+def push_steps(client: Client, steps: range, ends: bool) -> list[Call]:
+    """Make the pushes of some steps. Push n of the job adds 1 to value n of its keys; ``None`` is ``push_withheld``."""
+    calls = []
+    for step in steps:
+        for index, part in enumerate(PUSHES):
+            if part is None:
+                calls.append(client.push_withheld())
+                continue
+            keys = np.arange(*part)
+            values = np.zeros((len(keys), STEPS * len(PUSHES)))
+            values[:, step * len(PUSHES) + index] = 1
+            if part[2] == 1:
+                calls.append(client.on_range(Kind.PUSH, part[0], part[1], values, None))
+            else:
+                calls.append(client.on_keys(Kind.PUSH, keys, values, None))
+        if ends:
+            calls.append(client.advance())
+    return calls
+
+
+@pytest.mark.parametrize(("lost_at", "num_delivered"), [(0, 6), (1, 1), (1, 6), (1, 99), (2, 0), (2, 3), (2, 6)])
+def test_a_worker_with_a_filter_that_is_run_again_applies_nothing_twice(lost_at: int, num_delivered: int) -> None:
+    spec = Spec(14_000, STEPS * len(PUSHES), F64)
+    rig = Rig(spec)
+    heads = {0: 10, 1: 11}
+
+    def start(seed: int, clock: int) -> Client:
+        client = Client(0, rig.layout, spec, heads, steps_are_atomic=True, filter_=Coin(seed))
+        client.begin_epoch(heads, clock)
+        client.begin_steps()
+        rig.clients[0] = client
+        return client
+
+    lost = start(num_delivered, 0)
+    for step in range(lost_at):
+        for call in push_steps(lost, range(step, step + 1), ends=True):
+            rig.carry(call)
+    push_steps(lost, range(lost_at, lost_at + 1), ends=False)
+    sent = lost.outgoing()
+    for target, message in sent[:num_delivered]:
+        rig.servers[target].take(0, message)
+    applied = rig.values()  # the lost process has withheld the rest
+    for number, (seat, server) in enumerate(rig.servers.items()):
+        shard = Shard(seat, server.shards[number].table, spec, Eventual(), 2)
+        shard.load_state(server.shards[number].state())
+        server.begin_epoch({0: (10,), 1: (11,)}, {number: shard})
+    calls = push_steps(again := start(77, lost_at), range(lost_at, STEPS), ends=True)
+    for call in [*calls, again.push_withheld()]:
+        rig.carry(call)
+    counts = rig.values()
+    for step in range(STEPS):
+        for index, part in enumerate(PUSHES):
+            column = step * len(PUSHES) + index
+            expected = np.zeros(spec.num_keys)
+            if part is not None:
+                expected[slice(*part)] = 1
+            missing = np.flatnonzero(counts[:, column] != expected)
+            if step < lost_at:  # lost with the process that had withheld them
+                assert not applied[missing, column].any()
+                assert not counts[missing, column].any()
+                continue
+            # Of the step that is repeated, and of later ones, each push counts once.
+            assert not counts[missing, column].any(), "applied twice"
+            assert len(missing) == 0 or (step == lost_at > 0 and num_delivered)

@@ -196,7 +196,8 @@ class Client:
             spec: Of the table.
             servers: By shard: the rank that serves it. Empty: this rank is no worker, and makes no calls.
             steps_are_atomic: A step ends when all earlier requests were answered, and not before. So if one shard knows
-                that a step has ended, all shards have all of its pushes.
+                that a step has ended, all shards have all of its pushes. And a worker that is lost is run again, so the
+                filter has no part in the first step of a process: see ``_may_filter``.
             filter_: Says which keys of a push are sent now; ``None``: all are.
         """
         self.clock = 0
@@ -207,13 +208,14 @@ class Client:
         self.is_worker = bool(servers)
         self._steps_are_atomic = steps_are_atomic
         self._next = 0  # the number of the next request
-        #: In this step: the number of requests with a ``"mark"``, and of those that push.
+        #: In this step: the number of marks of all requests and of those that push, as it would be without the filter.
         self._made: Counter[str] = Counter()
         self._stage: Literal["before steps", "in steps", "retired"] = "before steps"
         self._again: list[tuple[int, Message]] = []
         #: Calls that servers have refused. At most ``WINDOW`` of those whose errors the program was not told are kept.
         self._failed: list[Call] = []
         self._filter, self.withheld = filter_, 0
+        self._has_ended_a_step = False
         self._residual: Residual | None = None
         if spec.codec is not None or filter_ is not None:
             self._residual = Residual(layout.num_keys, spec.width, spec.dtype, spec.codec)
@@ -247,7 +249,7 @@ class Client:
         values, out = self._rows("values", values, keys.size), self._rows("out", out, keys.size)
         self._check_push(kind, values, manner)
         wire = np.ascontiguousarray(keys, spec.key_dtype)
-        if values is not None and self._filter is not None and manner.may_change(kind):
+        if values is not None and self._may_filter(kind, manner):
             return self._push_selected(wire, values, self._pieces_of(wire), wire, out, manner)
         return self._call(kind, self._pieces_of(wire), wire, values, out, manner)
 
@@ -259,12 +261,8 @@ class Client:
             raise ConfigurationError(f"keys from {begin} to {end} are no range of {self._spec.num_keys} keys")
         values, out = self._rows("values", values, end - begin), self._rows("out", out, end - begin)
         self._check_push(kind, values, manner)
-        pieces = (
-            (shard, places)
-            for shard, parts in self._layout.split_range(begin, end)
-            for places in cut_parts(parts, begin, self._spec.keys_max)
-        )
-        if values is not None and self._filter is not None and manner.may_change(kind):
+        pieces = self._pieces_of_range(begin, end)
+        if values is not None and self._may_filter(kind, manner):
             keys = np.arange(begin, end, dtype=self._spec.key_dtype)
             return self._push_selected(keys, values, pieces, None, out, manner)
         return self._call(kind, pieces, None, values, out, manner)
@@ -278,6 +276,24 @@ class Client:
             for shard, positions in self._layout.split_keys(keys)
             for places in cut_positions(positions, self._spec.keys_max)
         )
+
+    def _pieces_of_range(self, begin: int, end: int) -> Iterable[tuple[int, Places]]:
+        """Return the shards and the pieces of a range."""
+        return (
+            (shard, places)
+            for shard, parts in self._layout.split_range(begin, end)
+            for places in cut_parts(parts, begin, self._spec.keys_max)
+        )
+
+    def _may_filter(self, kind: Kind, manner: Manner) -> bool:
+        """Return whether the filter has a part in a request.
+
+        A worker that is run again knows nothing of what the lost process has withheld. Of the step in which that was
+        lost, servers may have applied some pushes, and ignore them when they come again. If the filter withheld keys of
+        these pushes now, the next step would send them although they were applied.
+        """
+        may_repeat = self._steps_are_atomic and not self._has_ended_a_step
+        return self._filter is not None and not may_repeat and manner.may_change(kind)
 
     def _check_push(self, kind: Kind, values: Array | None, manner: Manner) -> None:
         """Raise ``ConfigurationError`` if values cannot be pushed like that."""
@@ -327,9 +343,8 @@ class Client:
             call = self._call(Kind.PUSH, pieces, listed, total, None, manner, added=added)
         else:
             sent = np.ascontiguousarray(keys[selected])
-            call = self._call(
-                Kind.PUSH, self._pieces_of(sent), sent, total[selected], None, manner, added=added[selected]
-            )
+            chosen = ((shard, places.among(sent, listed)) for shard, places in pieces)
+            call = self._call(Kind.PUSH, chosen, sent, total[selected], None, manner, added=added[selected])
         return call if out is None else self._call(Kind.PULL, pieces, listed, None, out, call=call)
 
     def push_withheld(self, manner: Manner = PLAIN) -> Call:
@@ -352,7 +367,9 @@ class Client:
         self._residual.values[keys] = 0
         keys = keys.astype(self._spec.key_dtype)
         manner = replace(manner, is_exact=True)
-        return self._call(Kind.PUSH, self._pieces_of(keys), keys, values, None, manner, added=values)
+        pieces = self._pieces_of_range(0, self._spec.num_keys)
+        chosen = ((shard, places.among(keys, None)) for shard, places in pieces)
+        return self._call(Kind.PUSH, chosen, keys, values, None, manner, added=values)
 
     def withdraw(self) -> Call:
         """Take back what was pushed to be held in this step; the call is done when all servers know it."""
@@ -403,6 +420,7 @@ class Client:
         self.begin_steps()
         self.clock += 1
         self._made.clear()
+        self._has_ended_a_step = True
         return self._call(Kind.CLOCK, ((shard, None) for shard in self._lanes), None, None, None)
 
     def begin_steps(self) -> None:
@@ -443,7 +461,11 @@ class Client:
         mark: int | None = None,
         call: Call | None = None,
     ) -> Call:
-        """Make the requests of a call, or further requests of ``call``."""
+        """Make the requests of a call, or further requests of ``call``.
+
+        A piece without keys makes no request, but has a mark: the marks of a push and of those behind it do not depend
+        on what the filter selects, so that servers know them again when a worker is run again.
+        """
         call = Call(self.clock, self._next) if call is None else call
         if self._has_finished and kind.pushes:
             if not kind.pulls:
@@ -452,6 +474,8 @@ class Client:
         for shard, places in pieces:
             num_bytes = 0 if places is None else places.count * self._spec.width * self._spec.dtype.itemsize
             mine = self._mark(kind) if mark is None else mark
+            if places is not None and not places.count:
+                continue
             request = _Request(call, kind, self._next, mine, num_bytes, manner, places, keys, values, added, out)
             self._lanes[shard].unsent.append(request)
             self._next += 1

@@ -106,11 +106,6 @@ def connect(
     """
     whole = group if group.with_servers is None else group.with_servers
     in_job = group.formation is not None
-    if filter is not None and in_job:
-        raise ConfigurationError(
-            "filter is not supported with --on-loss: a worker that is run again has lost what was withheld, and would "
-            "not make the pushes of the lost one"
-        )
     if in_job and whole.operations.closed:
         raise ConfigurationError("with --on-loss, a job has one connection to one parameter server")
 
@@ -141,10 +136,11 @@ def connect(
     patience_s = group.timeout_s if timeout_s is None else timeout_s
     if in_job:
         setup, sent = make()
+        mine = filter if group.rank < setup.workers else None
         assembly = open_assembly(environment.read_settings(), whole.rank, whole.world_size, whole.timeout_s)
         if sent:
             assembly.first_value(VALUE, sent)
-        return begin_in_job(whole, setup, patience_s, assembly)
+        return begin_in_job(whole, setup, patience_s, assembly, mine)
     name = group.operations.own_name("parameter server")
     setup, sent = agree_or_refuse(group.control, name, make, lambda made: made[0].describe())
     if sent and group.rank == 0:
@@ -196,8 +192,17 @@ def begin_in_group(group: Group, setup: Setup, timeout_s: float, filter_: Filter
     return connection
 
 
-def begin_in_job(group: Group, setup: Setup, timeout_s: float, assembly: Assembly) -> Connection:
+def begin_in_job(
+    group: Group, setup: Setup, timeout_s: float, assembly: Assembly, filter_: Filter | None = None
+) -> Connection:
     """Begin the parameter server of a job whose ranks can be replaced, and give the unformed group up.
+
+    Args:
+        group: A group that was not formed.
+        setup: The checked settings.
+        timeout_s: Deadline of waits that name none.
+        assembly: Of the job.
+        filter_: That of this rank's worker, which has begun.
 
     Raises:
         ConfigurationError: This process has another setup than the job.
@@ -219,7 +224,7 @@ def begin_in_job(group: Group, setup: Setup, timeout_s: float, assembly: Assembl
         shards=parts.shards,
         replicas=setup.replicas,
     )
-    return parts.connect(renewal.begin(), timeout_s, origin, renewal)
+    return parts.connect(renewal.begin(), timeout_s, origin, renewal, filter_)
 
 
 @final

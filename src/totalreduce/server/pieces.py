@@ -53,6 +53,25 @@ class Places:
         assert self._parts is not None
         return np.concatenate([np.arange(begin, end) for begin, end in self._parts])
 
+    def among(self, chosen: Array, keys: Array | None) -> Places:
+        """Return the positions in ``chosen``, a list of ascending keys, of those that belong to this piece.
+
+        Args:
+            chosen: Some of the keys of the call.
+            keys: As for ``in_table``.
+        """
+        if keys is None:
+            assert self._parts is not None
+            bounds = np.searchsorted(chosen, self._parts)
+            positions = np.concatenate([np.arange(begin, end) for begin, end in bounds])
+        else:
+            mine = self.take(keys)
+            positions = np.searchsorted(chosen, mine)
+            positions = positions[np.take(chosen, positions, mode="clip") == mine] if len(chosen) else positions[:0]
+        if len(positions) and positions[-1] - positions[0] == len(positions) - 1:
+            return Places(slice(int(positions[0]), int(positions[-1]) + 1))
+        return Places(positions)
+
     def take(self, rows: Array) -> Array:
         """Return the rows, without a copy if they lie together."""
         if isinstance(self._positions, slice):
