@@ -82,7 +82,7 @@ def end_gloo(worker, out):
     [
         pytest.param("torch_ddp", "cnn", 2, "float64", 1e-13, marks=row("DistributedDataParallel", "torch")),
         pytest.param("torch_ddp", "cnn", 4, "float64", 1e-13, marks=pytest.mark.slow),
-        ("torch_ddp", "gpt", 4, "float32", 1e-5),
+        pytest.param("torch_ddp", "gpt", 4, "float32", 1e-5, marks=pytest.mark.slow),
         pytest.param("torch_fsdp", "cnn", 2, "float64", 1e-13, marks=row("FSDP2", "torch")),
         pytest.param("torch_fsdp", "gpt", 2, "float32", 1e-5, marks=pytest.mark.slow),
         pytest.param("lightning_fit", "gpt", 2, "float32", 1e-5, marks=row("Lightning", "pytorch-lightning")),

@@ -64,7 +64,7 @@ def test_a_loss_in_the_middle_of_a_collective_is_named_on_every_survivor(kind: O
     assert lost > 6
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_crash_is_noticed_by_every_survivor_at_once(world_size: int) -> None:
     seen = 0
     for seed in range(20):

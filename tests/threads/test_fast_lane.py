@@ -91,7 +91,9 @@ FLOATS = [torch.float32, torch.float64, torch.bfloat16]
 INTEGERS = [torch.int32, torch.int64]
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize(
+    "world_size", [size if size not in (5, 7) else pytest.param(size, marks=pytest.mark.slow) for size in WORLD_SIZES]
+)
 def test_no_bit_of_an_allreduce_depends_on_the_lane(world_size: int) -> None:
     """Small tensors and large ones, in memory of their own and in shared memory.
 
