@@ -177,6 +177,15 @@ def test_step_sends_a_part_beside_the_whole(tmp_path, warm_python):
 
 
 @pytest.mark.slow
+def test_step_trains_with_servers_too(tmp_path, warm_python):
+    out = tmp_path / "out.json"
+    run("step", "--model", "cnn", "-n", 2, "--steps", 2, "--rounds", 1, "--servers", 1, "--bucket", 1, "--json", out)
+    figures = {figure["contestant"]: figure for figure in json.loads(out.read_text())["figures"]}
+    assert list(figures) == ["totalreduce", "servers", "servers_ahead"]
+    assert all(figure["seconds"]["num_samples"] == 2 for figure in figures.values())
+
+
+@pytest.mark.slow
 def test_step_trains_the_same_model_as_ddp(tmp_path, warm_python):
     out = tmp_path / "out.json"
     run(

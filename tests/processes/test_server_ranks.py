@@ -99,9 +99,11 @@ model = torch.nn.Linear(8, 30, bias=False)
 with torch.no_grad():
     model.weight.fill_(float(group.rank))  # those of rank 0 count
 sync = tr.ParameterServer(consistency=tr.ps.{rule}, replicas=2)
-optimizer = tr.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, group=group, sync=sync)
+inner = torch.optim.SGD(model.parameters(), lr=1.0)
+optimizer = tr.DistributedOptimizer(inner, model, group=group, sync=sync, overlap="{overlap}")
 for step in range(optimizer.local_steps.steps_taken, 150):
-    model.weight.grad = torch.full_like(model.weight, -2.0)
+    optimizer.zero_grad()
+    model(torch.full((1, 8), -2.0)).sum().backward()
     optimizer.step()
     time.sleep(0.02)
 optimizer.local_steps.finish()
@@ -247,12 +249,14 @@ def test_a_spare_takes_the_place_of_a_worker_or_of_a_server(warm_python, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [1, 3], ids=["worker", "server"])
-@pytest.mark.parametrize("rule", ["Sequential()", "Bounded(2)"])
-def test_a_dense_model_outlives_the_loss_of_a_rank(warm_python, tmp_path, victim, rule):
+@pytest.mark.parametrize(
+    ("rule", "overlap"), [("Sequential()", "backward"), ("Sequential()", "iterations"), ("Bounded(2)", "iterations")]
+)
+def test_a_dense_model_outlives_the_loss_of_a_rank(warm_python, tmp_path, victim, rule, overlap):
     """Two workers take 150 steps each, and each of their gradients counts once."""
     events = []
     options = RecoveryOptions(on_loss="shrink", on_event=kill_in_first_epoch(events, victim, 1.0))
-    result = run(tmp_path, DENSE_UNTIL_LOST.format(rule=rule), num_servers=3, recovery=options)
+    result = run(tmp_path, DENSE_UNTIL_LOST.format(rule=rule, overlap=overlap), num_servers=3, recovery=options)
     assert result.exit_code == 0, [each.last_errors for each in result.workers]
     assert [output.splitlines()[-1] for output in result.output[:2]] == ["values 300.0"] * 2
     assert [each["rank"] for each in events if each["event"] == "ended" and each["exit_code"] == 137] == [victim]

@@ -26,6 +26,8 @@ _LABELS = {
     "dense": "DistributedOptimizer, dense",
     "fp16": "DDP / gloo, fp16 hook",
     "powersgd": "DDP / gloo, PowerSGD hook, rank 4",
+    "servers": "servers, step() waits",
+    "servers_ahead": "servers, forward waits",
 }
 
 
@@ -61,6 +63,13 @@ class StepParameters:
     dense: Annotated[
         bool, typer.Option("--dense", help="With --sync: also train by DistributedOptimizer without it.")
     ] = False
+    servers: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Also train with tr.ParameterServer on so many of the ranks: step() waits for values, or forward.",
+        ),
+    ] = 0
 
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
@@ -79,6 +88,11 @@ class StepParameters:
     def bucket_bytes(self) -> int | None:
         """Size of a bucket in bytes."""
         return None if self.bucket is None else max(0, int(self.bucket * (1 << 20)))
+
+    @property
+    def with_servers(self) -> list[str]:
+        """Names of the contestants that train with a parameter server."""
+        return ["servers", "servers_ahead"] if self.servers else []
 
     @property
     def chosen_hooks(self) -> list[str]:
@@ -114,7 +128,8 @@ class StepFigure:
 
     Attributes:
         contestant: ``totalreduce``, ``gloo`` (that is DDP), ``fifo``, ``timeline``, ``dense`` (without ``--sync``),
-            ``fp16`` and ``powersgd`` (DDP with these hooks) or ``alone`` (no communication).
+            ``fp16`` and ``powersgd`` (DDP with these hooks), ``servers`` and ``servers_ahead`` (with a parameter
+            server; forward waits for values in the second one) or ``alone`` (no communication).
         seconds: Time of a step, averaged over ranks, median over steps.
         ratio: Total Reduce's step time divided by this contestant's: below 1, Total Reduce is faster.
         bytes_sent: By the average rank in one step; ``None`` where unknown.

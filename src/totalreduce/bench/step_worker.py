@@ -70,6 +70,7 @@ def measure(context: Context, parameters: StepParameters) -> StepSamples:
     exact = None if compressed else _train_exactly(context, workload, parameters)
     names = [*context.peers, *(["timeline"] if parameters.timeline else []), *parameters.chosen_hooks]
     names += ["dense"] if parameters.dense else []
+    names += parameters.with_servers
     names += ["alone"] if parameters.no_communication else []
     contestants = {name: make_contestant(context, name, workload, parameters, torch.float32) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -122,6 +123,8 @@ def make_contestant(
     group = context.group_of(name)
     if name == "dense":
         group = context.own_group("dense")  # its bytes are not those of the sparse one
+    if name in parameters.with_servers:
+        return _with_servers(context, name, model, optimizer, parameters)
     if name == "timeline":
         folder = tempfile.mkdtemp(prefix="totalreduce-bench-timeline-")
         group = context.another_group("timeline", timeline=folder)
@@ -136,6 +139,23 @@ def make_contestant(
         overlap=cast("Literal['backward', 'iterations']", parameters.overlap),
         sync=method,
         name=f"bench.{workload.name}.{name}.{dtype}",
+    )
+    return Contestant(model, wrapped, wrapped.flush, wrapped.close)
+
+
+def _with_servers(
+    context: Context, name: str, model: nn.Module, optimizer: torch.optim.Optimizer, parameters: StepParameters
+) -> Contestant:
+    """Return synchronous training with a parameter server, whose servers are the last ranks; collective."""
+    group = context.own_group(name)
+    wrapped = tr.DistributedOptimizer(
+        optimizer,
+        model,
+        group=group,
+        bucket_bytes=parameters.bucket_bytes,
+        overlap="iterations" if name == "servers_ahead" else "backward",
+        sync=tr.ParameterServer(servers=range(max(0, group.world_size - parameters.servers), group.world_size)),
+        name=f"bench.{parameters.model}.{name}",
     )
     return Contestant(model, wrapped, wrapped.flush, wrapped.close)
 

@@ -1,8 +1,10 @@
 """Updates that ``step()`` puts off with ``overlap="iterations"``: each happens when the next forward pass needs it.
 
-The parameters of each bucket are updated once, by the torch optimizer itself: for this call its parameter groups hold
-only these parameters, and the hyper-parameters as they were at ``step()``. That is exact for every optimizer that
-updates each parameter by itself, which is all of ``torch.optim`` except LBFGS.
+What is updated comes in buckets (``DeferredBuckets``): from the other ranks (``reducer.Reducer``) or from servers of
+parameters (``stepping.DeferringSteps``). Where gradients come, the parameters of each bucket are updated once, by the
+torch optimizer itself: for this call its parameter groups hold only these parameters, and the hyper-parameters as they
+were at ``step()``. That is exact for every optimizer that updates each parameter by itself, which is all of
+``torch.optim`` except LBFGS.
 
 A module may read parameters of another module without calling that one. If their update is then applied between the
 forward pass and the backward pass, their gradients are those of old weights. So an update that is applied for another
@@ -13,8 +15,9 @@ program calls ``flush()``. A gradient of a doubtful parameter is refused.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
-from typing import Any, final
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, final
 
 import torch
 
@@ -22,24 +25,69 @@ from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.hooks import HookHandles, WeakHook, has_step_hooks
 from totalreduce.pytorch.order import ForwardOrder
-from totalreduce.pytorch.reducer import Reducer
 
-__all__ = ["DeferredUpdates"]
+__all__ = ["DeferredBuckets", "DeferredUpdates", "Update"]
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """A step that the torch optimizer takes with one parameter.
+
+    Attributes:
+        parameter: The parameter.
+        gradient: The gradient of all ranks; ``None``: the parameter stays.
+        kept: What ``parameter.grad`` is afterwards.
+    """
+
+    parameter: torch.nn.Parameter
+    gradient: torch.Tensor | None
+    kept: torch.Tensor | None
+
+
+class DeferredBuckets(Protocol):
+    """Groups of parameters; what all ranks have of one arrives at once."""
+
+    @property
+    def parameters(self) -> Sequence[torch.nn.Parameter]:
+        """All parameters."""
+
+    @property
+    def buckets_members(self) -> Sequence[Sequence[int]]:
+        """The parameters of each bucket, by number."""
+
+    @property
+    def by_urgency(self) -> Sequence[int]:
+        """Indices of the buckets, the one that forward needs first first."""
+
+    def take(self, index: int) -> Sequence[Update]:
+        """Wait for one bucket, and return the updates of its parameters that were not made yet. Once in each step.
+
+        After an error the bucket was not taken, and the call may be repeated.
+        """
+
+    def gradients_needed(self, index: int) -> Sequence[torch.Tensor]:
+        """Return the gradients of this rank that the bucket may still read."""
 
 
 @final
 class DeferredUpdates:
-    """The buckets of the last closed round whose parameters have not been updated yet.
-
-    The reducer's round is closed when ``begin`` is called, and stays so until every bucket was applied.
+    """The buckets of the last step whose parameters have not been updated yet.
 
     Attributes:
         pending: The indices of the buckets whose updates are deferred.
         guards_hooks: Whether the hook of a gradient must call ``before_gradient`` first.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, reducer: Reducer, order: ForwardOrder, group: Group) -> None:
-        self._optimizer, self._reducer, self._order, self._group = optimizer, reducer, order, group
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        buckets: DeferredBuckets,
+        names: Sequence[str],
+        order: ForwardOrder,
+        group: Group,
+    ) -> None:
+        """``names``: those of the parameters, by number, for errors."""
+        self._optimizer, self._buckets, self._names, self._order, self._group = optimizer, buckets, names, order, group
         self._model: torch.nn.Module | None = None
         #: The buckets for which each module waits, and the parameters that it may read, by ``id(module)``.
         self._needs: dict[int, tuple[list[int], set[torch.Tensor]]] = {}
@@ -66,8 +114,12 @@ class DeferredUpdates:
         self._hooks.before_forward(self._order.relevant, WeakHook(self._before_forward))
         self._hooks.around_state_dict(model, WeakHook(self.flush))
 
+    def priorities(self) -> dict[int, int]:
+        """Return the rank of each bucket in the order in which forward needs them, as far as it was watched."""
+        return self._order.bucket_priorities(self._buckets.buckets_members)
+
     def begin(self, flush: Callable[[], None]) -> None:
-        """Defer the updates of all buckets.
+        """Defer the updates of all buckets, which are on the way.
 
         Args:
             flush: Called before barriers and before the group ends; it calls ``flush`` of this object. The group holds
@@ -82,7 +134,7 @@ class DeferredUpdates:
             for number, group in enumerate(self._optimizer.param_groups)
             for position, parameter in enumerate(group["params"])
         }
-        self.pending = set(range(len(self._reducer.buckets)))
+        self.pending = set(range(len(self._buckets.buckets_members)))
         self.guards_hooks, self._forward_seen = True, False
         self._doubtful.clear()
         self._forget = self._group.on_quiesce(flush)
@@ -91,7 +143,7 @@ class DeferredUpdates:
         """Apply all updates. Gradients that come afterwards count as those of a forward pass after this call."""
         if self.guards_hooks:
             with self._applying:
-                self._apply(self._reducer.by_urgency)
+                self._apply(self._buckets.by_urgency)
                 self._doubtful.clear()
                 self._guard()
 
@@ -112,13 +164,11 @@ class DeferredUpdates:
         """
         with self._applying:
             if self._forward_seen:
-                for index in self.pending:
-                    self._doubtful.update(self._reducer.buckets[index].parameters)
+                self._doubt(self.pending)
             if parameter in self._doubtful:
                 name = next(
-                    spec.name
-                    for bucket in self._reducer.buckets
-                    for spec, member in zip(bucket.specs, bucket.parameters, strict=True)
+                    name
+                    for name, member in zip(self._names, self._buckets.parameters, strict=True)
                     if member is parameter
                 )
                 raise ConfigurationError(
@@ -126,16 +176,15 @@ class DeferredUpdates:
                     "called as in the first step. Call optimizer.flush() before such a forward pass, or use "
                     'overlap="backward".'
                 )
-            self._apply(self._reducer.by_urgency)
+            self._apply(self._buckets.by_urgency)
             self._guard()
 
     def keep_contributions(self) -> None:
         """Give parameters other gradients, of zeros, where a pending bucket may need the present ones again."""
         if not self.pending:
             return
-        buckets = (self._reducer.buckets[index] for index in self.pending)
-        needed = {id(local) for bucket in buckets for local in bucket.local if local is not None}
-        for parameter in self._reducer.parameters:
+        needed = {id(gradient) for index in self.pending for gradient in self._buckets.gradients_needed(index)}
+        for parameter in self._buckets.parameters:
             if parameter.grad is not None and id(parameter.grad) in needed:
                 parameter.grad = torch.zeros_like(parameter.grad)
 
@@ -145,23 +194,27 @@ class DeferredUpdates:
             return
         with self._applying:
             if not torch.is_grad_enabled() or (module is self._model and not module.training):
-                applied = self._apply(self._reducer.by_urgency)
+                applied = self._apply(self._buckets.by_urgency)
             else:
                 self._forward_seen = True
                 if not self._needs:
                     self._note_needs()
                 applied = self._apply(self._needs[id(module)][0])
             if self._forward_seen:
-                for index in applied:
-                    self._doubtful.update(self._reducer.buckets[index].parameters)
+                self._doubt(applied)
                 self._doubtful -= self._needs[id(module)][1]
             self._guard()
 
     def _note_needs(self) -> None:
         """Remember which modules read which parameters, as far as the forward passes until now tell."""
-        parameters, reads = self._reducer.parameters, self._order.reads()
-        for module, buckets in self._order.waits(self._reducer.buckets_members).items():
+        parameters, reads = self._buckets.parameters, self._order.reads()
+        for module, buckets in self._order.waits(self._buckets.buckets_members).items():
             self._needs[module] = buckets, {parameters[index] for index in reads[module]}
+
+    def _doubt(self, buckets: Iterable[int]) -> None:
+        """Note that weights of these buckets may have been used before their update."""
+        parameters, members = self._buckets.parameters, self._buckets.buckets_members
+        self._doubtful.update(parameters[member] for index in buckets for member in members[index])
 
     def _guard(self) -> None:
         """Have hooks call ``before_gradient`` as long as an update is pending or a parameter is doubtful."""
@@ -192,23 +245,16 @@ class DeferredUpdates:
     @torch.no_grad()
     def _apply_bucket(self, index: int) -> None:
         """Wait for one bucket and update its parameters."""
-        self._reducer.wait(index)
+        updates = self._buckets.take(index)
         self.pending.discard(index)
-        bucket = self._reducer.buckets[index]
-        reduced = bucket.reduced()
-        kept = [
-            gradient if bucket.same_local(position) else parameter.grad
-            for position, (parameter, gradient) in enumerate(zip(bucket.parameters, reduced, strict=True))
-        ]
-        bucket.release()
         try:
-            for parameter, gradient in zip(bucket.parameters, reduced, strict=True):
-                parameter.grad = gradient
-            self._step([parameter for parameter in bucket.parameters if parameter.grad is not None])
+            for update in updates:
+                update.parameter.grad = update.gradient
+            self._step([update.parameter for update in updates if update.gradient is not None])
         finally:
             # Gradients that the program has changed since step() stay so: zeroed ones do not become the reduced ones.
-            for parameter, gradient in zip(bucket.parameters, kept, strict=True):
-                parameter.grad = gradient
+            for update in updates:
+                update.parameter.grad = update.kept
 
     def _step(self, parameters: list[torch.nn.Parameter]) -> None:
         """Have the torch optimizer update these parameters and no others."""

@@ -45,7 +45,7 @@ from totalreduce.pytorch.reducer import Arithmetic, Reducer
 from totalreduce.pytorch.round import GradientReducer, Phase, Round, RoundGuard
 from totalreduce.pytorch.sizes import BUCKET_BYTES, NATIVE_BUCKET_BYTES
 from totalreduce.pytorch.sparse_gradients import SparseReducer, SparseResults
-from totalreduce.pytorch.stepping import OwnSteps
+from totalreduce.pytorch.stepping import DeferringSteps, OwnSteps
 from totalreduce.pytorch.wrapper import OptimizerWrapper
 from totalreduce.runner.meter import Figure
 from totalreduce.sparse.session import Method, Report
@@ -162,7 +162,8 @@ class DistributedOptimizer(OptimizerWrapper):
             the gradients are already synchronised (by ``synchronize()``, or because ``param_groups`` was read, as
             ``GradScaler`` does); if a step hook is registered on the torch optimizer or for all torch optimizers; or if
             no module of ``model`` has run since the plan was made. ``"iterations"`` requires ``model`` and cannot be
-            combined with ``sync``. ``DistributedOptimizer`` uses ``"backward"`` instead, without an error, if
+            combined with ``sync``, except with ``tr.ParameterServer``, whose values or gradients then come in the order
+            in which forward needs them. ``DistributedOptimizer`` uses ``"backward"`` instead, without an error, if
             ``on_missing="error"``, if sparse gradients are gathered, or if the torch optimizer is LBFGS or SparseAdam.
         on_missing: What to do if only some ranks have a gradient of a parameter. ``"zero"``: the others count as having
             zeros. ``"error"``: every rank raises ``MissingTensorError``. ``"error"`` does not apply to sparse gradients
@@ -459,7 +460,9 @@ class DistributedOptimizer(OptimizerWrapper):
         hooked = self._round.hooked
         model = torch.nn.Module() if source.model is None else source.model
         self._round.order = order = ForwardOrder(model, {parameter: index for index, parameter in enumerate(hooked)})
-        self._deferred = DeferredUpdates(self._inner, self._dense, order, group)
+        deferred = self._local.arriving if isinstance(self._local, DeferringSteps) else self._dense
+        names = [spec.name for spec in plan.specs]
+        self._deferred = DeferredUpdates(self._inner, deferred, names, order, group)
         # Deferred updates are applied one bucket of dense gradients at a time. That excludes LBFGS, which needs all
         # gradients at once, and SparseAdam, which needs sparse gradients.
         by_buckets = not plan.sparse and not isinstance(self._inner, torch.optim.LBFGS | torch.optim.SparseAdam)
@@ -507,6 +510,8 @@ class DistributedOptimizer(OptimizerWrapper):
         """
         if self._steps_locally:
             assert self._local is not None
+            if self._deferred.guards_hooks:
+                self._deferred.before_gradient(parameter)
             _note_local_gradient(self._local, self._inner, made_dense, parameter)
             if isinstance(self._local, OwnSteps) and not self._no_sync_depth:
                 with self._round.lock:
@@ -568,9 +573,9 @@ class DistributedOptimizer(OptimizerWrapper):
         note that the program called it.
         """
         self._check_usable()
+        self.flush()
         if self._steps_locally:
             return
-        self.flush()
         if self._round.phase is not Phase.SYNCHRONISED:
             self._close_round()
             if self.guard is not None:
@@ -614,9 +619,9 @@ class DistributedOptimizer(OptimizerWrapper):
                 "tr.recoverable does not support step(closure), which may change the parameters several times: "
                 "call backward() and then step() without a closure"
             )
+        self.flush()
         if self._steps_locally:
             return self._step_locally(closure)
-        self.flush()
         result = None
         if closure is not None:
             try:
@@ -662,7 +667,10 @@ class DistributedOptimizer(OptimizerWrapper):
         self._plan.check_unchanged(self._inner.param_groups)
         result = None
         guarded = None if self.guard is None else _guarded(self._local)
-        if guarded is None or self.guard is None:
+        if isinstance(self._local, DeferringSteps) and closure is None and self._deferred.possible:
+            self._local.begin_step(self._deferred.priorities(), self.flush)
+            self._deferred.begin(self.flush)
+        elif guarded is None or self.guard is None:
             result = self._local.step(closure)
         else:
             guarded.step_guarded(self.guard)

@@ -85,7 +85,7 @@ class PlanSettings:
                 f"sync={self.sync.name!r} needs overlap='backward' and on_missing='zero', not "
                 f"{self.overlap!r} and {self.on_missing!r}: what is selected cannot be taken back one by one"
             )
-        if self.strategy is not None and self.overlap != "backward":
+        if self.strategy is not None and self.overlap != "backward" and not self.strategy.can_defer:
             raise ConfigurationError(
                 f"sync={self.strategy.name!r} needs overlap='backward': in most of its steps no gradient is exchanged"
             )

@@ -24,6 +24,7 @@ from totalreduce.foundation.errors import ConfigurationError, MissingTensorError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.buckets import Bucket, BucketSpec, ParameterSpec, WireFormat
+from totalreduce.pytorch.deferred import Update
 from totalreduce.pytorch.round import BucketReadiness, GradientReducer
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.work import Work
@@ -232,6 +233,21 @@ class Reducer(GradientReducer):
                 for parameter, gradient in zip(bucket.parameters, bucket.reduced(), strict=True):
                     parameter.grad = gradient
             bucket.release()
+
+    def take(self, index: int) -> list[Update]:
+        """Wait for one bucket of a closed round, and end its part of the round. Errors as of ``wait``."""
+        self.wait(index)
+        bucket = self.buckets[index]
+        updates = [
+            Update(parameter, gradient, gradient if bucket.same_local(position) else parameter.grad)
+            for position, (parameter, gradient) in enumerate(zip(bucket.parameters, bucket.reduced(), strict=True))
+        ]
+        bucket.release()
+        return updates
+
+    def gradients_needed(self, index: int) -> list[torch.Tensor]:
+        """Return the gradients of this rank that are sent again if the bucket has changed on another rank."""
+        return [gradient for gradient in self.buckets[index].local if gradient is not None]
 
     def end(self) -> None:
         """Give the stream of planned reductions back."""

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.groups.group import Group
+from totalreduce.pytorch.deferred import DeferredBuckets
 from totalreduce.strategies.strategy import Replica, Strategy, StrategySession
 
 if TYPE_CHECKING:
     from totalreduce.pytorch.served_steps import SynchronousSteps
 
-__all__ = ["OwnSteps", "SteppingStrategy"]
+__all__ = ["DeferringSteps", "OwnSteps", "SteppingStrategy"]
 
 
 class OwnSteps(ABC):
@@ -62,6 +63,25 @@ class OwnSteps(ABC):
     @abstractmethod
     def close(self) -> None:
         """End. Harmless when called twice."""
+
+
+class DeferringSteps(OwnSteps):
+    """Steps that can end before what they have asked for has come: it is taken over bucket by bucket.
+
+    Attributes:
+        arriving: What the last step has asked for.
+    """
+
+    arriving: DeferredBuckets
+
+    @abstractmethod
+    def begin_step(self, priorities: Mapping[int, int], flush: Callable[[], None]) -> None:
+        """Take a step up to the point where this rank would wait. Errors as of ``step``.
+
+        Args:
+            priorities: By bucket: its place in the order in which forward needs them.
+            flush: Takes all buckets. Called before anything that needs the step to be over.
+        """
 
 
 class SteppingStrategy(Strategy):

@@ -1,8 +1,7 @@
 """A dense model on a parameter server: ``DistributedOptimizer(sync=tr.ParameterServer(...))``.
 
-The parameters lie one behind the other in rows of the table, each from the begin of a row on. So a part of the model is
-a range of keys, and nothing but gradients and values travels. What the servers keep, and what they do with what is
-pushed, depends on who has the optimizer, and on whether steps are synchronous:
+The parameters lie in rows of the table (``rows``), and nothing but gradients and values travels. What the servers keep,
+and what they do with what is pushed, depends on who has the optimizer, and on whether steps are synchronous:
 
 * on servers: gradients are pushed, values pulled. In synchronous steps the mean of all gradients is one update;
 * on workers, in synchronous steps: gradients are pushed, their mean is pulled, and every worker updates its parameters
@@ -14,7 +13,7 @@ pushed, depends on who has the optimizer, and on whether steps are synchronous:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,24 +28,22 @@ from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
 from totalreduce.kernels import quantisation
-from totalreduce.kernels.arrays import Array
 from totalreduce.pytorch.replica import ModelReplica, check_equal
 from totalreduce.pytorch.served_steps import SynchronousSteps, observations
-from totalreduce.pytorch.stepping import OwnSteps, SteppingStrategy
+from totalreduce.pytorch.stepping import DeferringSteps, OwnSteps, SteppingStrategy
+from totalreduce.server.arriving import ArrivingBuckets, await_all, note_step
 from totalreduce.server.clocks import Consistency, Sequential
 from totalreduce.server.connecting import connect
 from totalreduce.server.connection import Connection, ServerStatistics, Ticket
 from totalreduce.server.early import EarlyBuckets
 from totalreduce.server.optimizers import Optimizer, Replace, Sum
+from totalreduce.server.rows import WIDTH, ModelRows
 from totalreduce.server.torch_rule import Torch
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.work import Work
 
 __all__ = ["AllreduceSteps", "ParameterServer", "ServerSteps"]
 
-#: The number of elements of a row. With more, a parameter wastes more of its last row; with fewer, what servers keep
-#: for each row takes more memory.
-_WIDTH = 64
 _SEQUENTIAL = Sequential()
 
 
@@ -77,6 +74,7 @@ class ParameterServer(SteppingStrategy):
     """
 
     name: ClassVar[str] = "parameter_server"
+    can_defer: ClassVar[bool] = True
 
     consistency: Consistency = _SEQUENTIAL
     optimizer: Literal["server", "worker"] = "server"
@@ -156,69 +154,17 @@ class AllreduceSteps(SynchronousSteps):
 
 
 @final
-class _Rows:
-    """Where the parameters are in the rows of the table."""
-
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], dtype: np.dtype[Any]) -> None:
-        self.parameters, self._dtype = list(parameters), dtype
-        counts = [-(-parameter.numel() // _WIDTH) for parameter in parameters]
-        self.begins = [0, *np.cumsum(counts).tolist()]  #: The first row of each parameter, and the number of rows.
-        self.count = self.begins[-1]
-
-    def empty(self) -> Array:
-        """Return zeros for all parameters, of shape (rows, width)."""
-        return np.zeros((self.count, _WIDTH), self._dtype)
-
-    def of(self, array: Array, number: int) -> torch.Tensor:
-        """Return a parameter's part of an array that ``empty`` has made, in the shape of the parameter."""
-        parameter, begin = self.parameters[number], self.begins[number] * _WIDTH
-        part = torch.from_numpy(array.reshape(-1)[begin : begin + parameter.numel()])
-        return part.view(parameter.shape)
-
-    @torch.no_grad()
-    def read(self, array: Array) -> None:
-        """Copy all parameters into an array."""
-        for number, parameter in enumerate(self.parameters):
-            self.of(array, number).copy_(parameter)
-
-    @torch.no_grad()
-    def write(self, array: Array) -> None:
-        """Set all parameters."""
-        for number, parameter in enumerate(self.parameters):
-            parameter.copy_(self.of(array, number))
-
-    @torch.no_grad()
-    def read_gradients(self, array: Array, numbers: Iterable[int]) -> list[bool]:
-        """Copy some gradients into an array, zeros where there is none; return of which parameters there is one."""
-        present = [False] * len(self.parameters)
-        for number in numbers:
-            gradient, part = self.parameters[number].grad, self.of(array, number)
-            present[number] = gradient is not None
-            if gradient is None:
-                part.zero_()
-            else:
-                part.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-        return present
-
-    def runs(self, present: Sequence[bool]) -> list[tuple[int, int]]:
-        """Return the ranges of rows of parameters that are present; ranges that touch are one."""
-        runs: list[tuple[int, int]] = []
-        for number, is_present in enumerate(present):
-            begin, end = self.begins[number], self.begins[number + 1]
-            if is_present and begin < end:
-                touches = bool(runs) and runs[-1][1] == begin
-                runs[-1:] = [(runs[-1][0], end)] if touches else [*runs[-1:], (begin, end)]
-        return runs
-
-
-@final
 @never_compiled
-class ServerSteps(OwnSteps):
+class ServerSteps(DeferringSteps):
     """A model on a parameter server: the part of one rank.
+
+    With ``overlap="iterations"`` (``begin_step``), a step asks for each bucket by itself, in the order in which forward
+    needs them. Servers answer in this order, so that the first layers compute while later ones are on the way.
 
     Attributes:
         strategy: The settings.
         is_interrupted: Whether a call of ``step`` ran out of time, and must be repeated.
+        arriving: The buckets for which a step with ``begin_step`` has asked.
     """
 
     def __init__(
@@ -243,7 +189,7 @@ class ServerSteps(OwnSteps):
         self._in_job = group.formation is not None
         if not self._in_job:  # otherwise each worker takes over what the servers have
             check_equal(replica, strategy.name, group, name)
-        self._rows = rows = _Rows(parameters, replica.dtype)
+        self._rows = rows = ModelRows(parameters, replica.dtype)
         self._is_coded = strategy.codec is not None
         self._early: EarlyBuckets | None = None
         self._early_rate: float | None = None  #: The learning rate of what has left early in this step.
@@ -258,9 +204,12 @@ class ServerSteps(OwnSteps):
         self._keeps_values = on_server or not self._is_synchronous
         self._settings = _settings_of(optimizer) if on_server else None
         self._pushed, self._pulled = rows.empty(), rows.empty()
-        self._flags = np.zeros((-(-len(rows.parameters) // _WIDTH), _WIDTH), replica.dtype)
+        self._flags = np.zeros((-(-len(rows.parameters) // WIDTH), WIDTH), replica.dtype)
         self._flag_keys = np.arange(rows.count, rows.count + len(self._flags))
         self._tickets: list[Ticket] = []
+        self.arriving: ArrivingBuckets = ArrivingBuckets(
+            rows, self._pulled, None if self._keeps_values else self._flags, optimizer
+        )
         self._finals: list[Work] = []  #: The operations of ``finish``.
         self._last_clock: int | None = None  #: The clock when ``finish`` was called, which ends it.
         self._has_finished = False
@@ -282,7 +231,7 @@ class ServerSteps(OwnSteps):
         client = connect(
             self._group,
             num_keys=max(1, rows.count + len(self._flags)),
-            width=_WIDTH,
+            width=WIDTH,
             dtype=str(self._pushed.dtype),
             optimizer=rule,
             consistency=consistency,
@@ -302,7 +251,7 @@ class ServerSteps(OwnSteps):
         client.begin_steps()
         if client.step > 1 or self._in_job or strategy.restore is not None:
             client.pull_range(0, rows.count, self._pulled).wait()
-            rows.write(self._pulled)
+            rows.write(self._pulled, range(len(rows.parameters)))
         return client
 
     # ---------------------------------------------------------------------------------------------------------- steps
@@ -327,15 +276,36 @@ class ServerSteps(OwnSteps):
                     self._loss = closure()
                 closure = None
             with self._once():
-                if self._takes_gradients:
-                    self._push_gradients()
-                else:
-                    self._take_own_step(closure)
-                    self._tickets.append(self._client.push_range(0, self._rows.count, self._pushed))
+                self._push_step(closure)
                 self._submit_end()
         self._end_step()
         loss, self._loss = self._loss, None
         return loss
+
+    def _push_step(self, closure: Callable[[], Any] | None) -> None:
+        """Push this rank's part of a step."""
+        if self._takes_gradients:
+            self._push_gradients()
+        else:
+            self._take_own_step(closure)
+            self._tickets.append(self._client.push_range(0, self._rows.count, self._pushed))
+
+    # --------------------------------------------------------------------------------------------- steps that end early
+
+    def begin_step(self, priorities: Mapping[int, int], flush: Callable[[], None]) -> None:
+        """See ``DeferringSteps``."""
+        if self.is_interrupted:  # a step that was not to end early; all of its values are one request
+            self._end_step()
+            return
+        self._check_open()
+        arriving = self.arriving
+        with self._once():
+            self._push_step(None)
+            arriving.begin(priorities, self._tickets, flush)
+            self._submit_end(by_bucket=True)
+        self.is_interrupted = False
+
+    # -------------------------------------------------------------------------------------------------- parts of steps
 
     def stepped(self) -> None:
         """Count a step that was left out on this rank: nothing is pushed for it. Errors as of ``step``."""
@@ -378,6 +348,7 @@ class ServerSteps(OwnSteps):
     def use_buckets(self, buckets: Sequence[Sequence[int]]) -> None:
         """See ``OwnSteps``: these buckets are pushed during backward, if gradients are pushed at all."""
         assert isinstance(self.strategy, ParameterServer)
+        self.arriving.buckets_members = [tuple(members) for members in buckets]
         overlaps = self._is_synchronous if self.strategy.overlap is None else self.strategy.overlap
         if overlaps and self._takes_gradients and self._early is None:
             self._early = EarlyBuckets(buckets, self._rows.parameters, is_fixed=self._in_job)
@@ -486,38 +457,36 @@ class ServerSteps(OwnSteps):
             quantisation.within_limit(self._pushed[begin:end].reshape(-1)) for begin, end in runs
         )
 
-    def _submit_end(self) -> None:
-        """End the step, and ask for what the servers have then."""
-        client = self._client
+    def _submit_end(self, *, by_bucket: bool = False) -> None:
+        """End the step, and ask for what the servers have then: all at once, or each bucket by itself."""
+        client, rows = self._client, self._rows
         if self._early is not None:
             self._early.end_step()
-        self._tickets += [client.clock(), client.pull_range(0, self._rows.count, self._pulled)]
+        self._tickets.append(client.clock())
         if not self._keeps_values:
             self._tickets.append(client.pull(self._flag_keys, self._flags))
+        if by_bucket:
+            self.arriving.pull(lambda begin, end: client.pull_range(begin, end, self._pulled[begin:end]))
+        else:
+            self._tickets.append(client.pull_range(0, rows.count, self._pulled))
         # Not before: a repetition waits for tickets, so that it must have them.
         self.is_interrupted, self._is_unrepeatable = True, False
 
     def _end_step(self) -> None:
         """Wait for all answers, and take over what has come."""
         self._check_repeatable()
-        while self._tickets:
-            self._tickets[0].wait()
-            self._tickets.pop(0)
+        await_all(self._tickets)
+        numbers = range(len(self._rows.parameters))
         if self._keeps_values:
-            self._rows.write(self._pulled)
-            self._inner._opt_called = True  # type: ignore[attr-defined]  # or torch's schedulers warn: no step was taken
+            self._rows.write(self._pulled, numbers)
+            note_step(self._inner)
             self.is_interrupted = False
             return
-        self._install_gradients()
+        for parameter, gradient in zip(self._rows.parameters, self.arriving.gradients(numbers), strict=True):
+            parameter.grad = gradient
         with self._once():
             self._inner.step()
             self.is_interrupted = False  # here: a repetition must not take the step again
-
-    def _install_gradients(self) -> None:
-        flags = self._flags.reshape(-1)
-        for number, parameter in enumerate(self._rows.parameters):
-            mean = self._rows.of(self._pulled, number)
-            parameter.grad = mean.to(parameter.device, parameter.dtype, copy=True) if flags[number] else None
 
     # ------------------------------------------------------------------------------------------------------ and beyond
 
@@ -539,11 +508,12 @@ class ServerSteps(OwnSteps):
         """
         if self.is_interrupted:
             raise ConfigurationError("the last step() was interrupted: repeat it until it returns")
+        self.arriving.settle()
         group, client = self._group, self._client
         if self._in_job:
             client.meet()
             client.pull_range(0, self._rows.count, self._pulled).wait()
-            self._rows.write(self._pulled)
+            self._rows.write(self._pulled, range(len(self._rows.parameters)))
             self._has_finished = True
             return
         if self._last_clock is None:
@@ -562,7 +532,7 @@ class ServerSteps(OwnSteps):
                 name, values = f"{self._name}.last", torch.from_numpy(self._pulled)
                 self._finals.append(group.control.broadcast(values, root=last, name=name, async_op=True))
             self._finals[1].wait()
-        self._rows.write(self._pulled)
+        self._rows.write(self._pulled, range(len(self._rows.parameters)))
         self._has_finished = True
 
     def save(self, folder: str | Path) -> None:
@@ -585,6 +555,7 @@ class ServerSteps(OwnSteps):
             raise ConfigurationError(
                 "backward() has pushed gradients that no step() has used: call step() before save()"
             )
+        self.arriving.settle()
         self._client.save(folder)
 
     @property

@@ -134,11 +134,13 @@ class Strategy(ABC):
 
     Attributes:
         name: The strategy's name.
+        can_defer: Whether its steps can end before what they have asked for has come (``overlap="iterations"``).
     """
 
     __slots__ = ()
 
     name: ClassVar[str]
+    can_defer: ClassVar[bool] = False
 
     @abstractmethod
     def session(self, replica: Replica, rank: int, world_size: int) -> StrategySession:
