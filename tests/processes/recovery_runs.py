@@ -20,6 +20,7 @@ class Run:
         *arguments: str,
         on_event=None,
         program=PROGRAM,
+        num_servers=0,
         hosts=None,
         emulate=None,
         python=None,
@@ -36,6 +37,7 @@ class Run:
         self.result = run_workers(
             [str(python or sys.executable), str(program), str(folder), *arguments],
             num_workers=num_workers,
+            num_servers=num_servers,
             hosts=hosts,
             emulate=emulate,
             output="capture",

@@ -417,6 +417,65 @@ def test_a_job_grows_and_shrinks_with_its_file_of_hosts(tmp_path, hosts_of):
         assert sorted(used) == list(range(200))
 
 
+PUSHES = """
+import sys, time
+from pathlib import Path
+import torch
+import totalreduce as tr
+
+stop, ones, out, served = Path(sys.argv[1]) / "stop", torch.ones(1000), torch.empty(1000), []
+with tr.ps.connect(tr.init(), num_keys=1000, replicas=2) as client:
+    while not stop.exists():
+        client.push_range(0, 1000, ones).wait()
+        client.clock()
+        servers = sorted({lane.server for lane in client._client._lanes.values()})
+        served += [servers] if servers not in served[-1:] else []
+        time.sleep(0.01)
+    client.meet()
+    client.pull_range(0, 1000, out).wait()
+    print(client.step, out.unique().tolist(), served)
+"""
+
+
+def test_servers_come_and_go_with_the_file_of_hosts(tmp_path, hosts_of):
+    """One server becomes three; then the host of the first one leaves. No push is lost, and none counts twice."""
+    file, program, folder = tmp_path / "hosts", tmp_path / "train.py", tmp_path / "run"
+    program.write_text(PUSHES)
+    workers, first, further = "127.0.0.2:2\n", "127.0.0.3:1\n", "127.0.0.4:2\n"
+    file.write_text(workers + first)
+
+    def follow(event):
+        if event["event"] != "epoch":
+            return
+        seats = [member["seat"] for member in event["members"]]
+        if event["epoch"] == 1:
+            file.write_text(workers + first + further)
+        if seats == [0, 1, 2, 3, 4]:
+            file.write_text(workers + further)
+        if seats == [0, 1, 3, 4]:
+            threading.Timer(1.0, (folder / "stop").touch).start()
+
+    run = Run(
+        folder,
+        2,
+        num_servers=1,
+        program=program,
+        hosts=hosts_of("127.0.0.2:2,127.0.0.3:1", file),
+        on_event=follow,
+        on_loss="shrink",
+        restarts=0,
+        max_servers=3,
+    )
+    assert run.result.exit_code == 0, run.result.errors
+    ends = [output.split(" ", 1) for output in run.result.output[:2]]
+    total = float(sum(int(steps) for steps, _ in ends))
+    assert any(rest.startswith(f"[{total}] ") for _, rest in ends), ends
+    for _, rest in ends:
+        served = json.loads(rest.split(" ", 1)[1])
+        assert (served[0], served[-1]) == ([2], [3, 4])
+        assert [2, 3, 4] in served
+
+
 def test_the_seat_of_a_host_that_cannot_be_reached_moves_to_another_one(tmp_path, shell, hosts_of):
     Path(shell[0]).with_name("down-127.0.0.3").touch()
     hosts = hosts_of("127.0.0.2:1,127.0.0.3:1,127.0.0.4:1")

@@ -298,7 +298,7 @@ def start_again(restarts: Restarts, rank: int, now: float) -> None:
 
 
 def test_workers_are_started_again_at_once_after_a_signal_and_later_after_an_error() -> None:
-    restarts = Restarts(RecoveryOptions(on_loss="replace", restarts=4), 2)
+    restarts = Restarts(RecoveryOptions(on_loss="replace", restarts=4), 2, 2)
     for rank in range(2):
         restarts.started(rank, 0.0)
     assert restarts.failed(0, 1, 5.0, by_signal=True)
@@ -320,14 +320,14 @@ def test_workers_are_started_again_at_once_after_a_signal_and_later_after_an_err
 
 
 def test_shrink_goes_on_without_restarts_down_to_the_minimum() -> None:
-    restarts = Restarts(RecoveryOptions(on_loss="shrink", restarts=0, min_ranks=2), 4)
+    restarts = Restarts(RecoveryOptions(on_loss="shrink", restarts=0, min_ranks=2), 4, 4)
     assert restarts.failed(0, 3, 1.0, by_signal=True)
     assert restarts.failed(1, 2, 1.0, by_signal=True)
     assert not restarts.failed(2, 1, 1.0, by_signal=True)
 
 
 def test_of_two_ranks_that_accuse_each_other_one_is_ended() -> None:
-    restarts = Restarts(RecoveryOptions(on_loss="replace"), 3)
+    restarts = Restarts(RecoveryOptions(on_loss="replace"), 3, 3)
     for rank in range(3):
         restarts.started(rank, 0.0)
     assert restarts.is_to_end(1, 0, by=0, epoch=2)
@@ -337,7 +337,7 @@ def test_of_two_ranks_that_accuse_each_other_one_is_ended() -> None:
 
 
 def test_seats_beyond_the_number_of_workers_are_started_when_the_job_has_begun() -> None:
-    restarts = Restarts(RecoveryOptions(on_loss="shrink", restarts=1, max_ranks=4), 2)
+    restarts = Restarts(RecoveryOptions(on_loss="shrink", restarts=1, max_ranks=4), 2, 4)
     for rank in range(2):
         restarts.started(rank, 0.0)
     assert restarts.due(1.0) == []
@@ -349,7 +349,7 @@ def test_seats_beyond_the_number_of_workers_are_started_when_the_job_has_begun()
 
 
 def test_a_worker_that_loses_its_host_costs_no_restart() -> None:
-    restarts = Restarts(RecoveryOptions(on_loss="shrink", restarts=1), 3)
+    restarts = Restarts(RecoveryOptions(on_loss="shrink", restarts=1), 3, 3)
     for rank in range(3):
         restarts.started(rank, 0.0)
     assert restarts.displaced(1, num_running=2)
@@ -362,14 +362,23 @@ def test_a_worker_that_loses_its_host_costs_no_restart() -> None:
 
 def test_numbers_of_ranks_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="--max-ranks must be at least the number of workers, 4, not 3"):
-        RecoveryOptions(on_loss="shrink", max_ranks=3).check(4)
+        RecoveryOptions(on_loss="shrink", max_ranks=3).check(4, 0)
     with pytest.raises(ConfigurationError, match="--max-ranks 5 is more than the number of workers, 4, which never"):
-        RecoveryOptions(on_loss="replace", max_ranks=5).check(4)
+        RecoveryOptions(on_loss="replace", max_ranks=5).check(4, 0)
+    with pytest.raises(ConfigurationError, match="--max-ranks is for jobs without --servers"):
+        RecoveryOptions(on_loss="shrink", max_ranks=5).check(4, 1)
+    with pytest.raises(ConfigurationError, match="--max-servers 2 goes with --servers"):
+        RecoveryOptions(on_loss="shrink", max_servers=2).check(4, 0)
+    with pytest.raises(ConfigurationError, match="--max-servers 1 is less than the number of servers, 2"):
+        RecoveryOptions(on_loss="shrink", max_servers=1).check(4, 2)
+    with pytest.raises(ConfigurationError, match="--max-servers 3 is more than the number of servers, 2, which never"):
+        RecoveryOptions(on_loss="replace", max_servers=3).check(4, 2)
+    assert RecoveryOptions(on_loss="shrink", max_servers=3).num_seats(4, 2) == 7
 
 
 def test_after_the_end_nothing_is_started_again() -> None:
     for on_loss, goes_on in (("replace", False), ("shrink", False)):
-        restarts = Restarts(RecoveryOptions(on_loss=on_loss), 2)
+        restarts = Restarts(RecoveryOptions(on_loss=on_loss), 2, 2)
         restarts.finished()
         assert restarts.failed(0, 1, 1.0, by_signal=True) is goes_on
         assert not restarts.is_pending

@@ -151,6 +151,15 @@ def run(
             rich_help_panel="Recovery",
         ),
     ] = None,
+    max_servers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="With shrink: take in further servers while hosts have slots, up to so many.",
+            show_default="--servers",
+            rich_help_panel="Recovery",
+        ),
+    ] = None,
     spares: Annotated[
         int | None,
         typer.Option(
@@ -206,6 +215,7 @@ def run(
     totalreduce run -n 8 --on-loss replace --restarts 20 train.py
     totalreduce run -n 8 --on-loss replace --spares 1 train.py
     totalreduce run -n 8 --on-loss shrink --min-ranks 4 --max-ranks 12 --hosts-file hosts train.py
+    totalreduce run -n 4 --servers 2 --max-servers 4 --on-loss shrink --hosts-file hosts train.py
     totalreduce run -n 4 --dashboard train.py
     """
     num_servers = servers or 0
@@ -245,11 +255,14 @@ def run(
                 restarts=10 if restarts is None else restarts,
                 min_ranks=min_ranks or 1,
                 max_ranks=max_ranks,
+                max_servers=max_servers,
                 spares=spares or 0,
                 on_event=functools.partial(_show_event, file=file),
             )
-        elif any(value is not None for value in (restarts, min_ranks, max_ranks, spares, events)):
-            raise ConfigurationError("--restarts, --min-ranks, --max-ranks, --spares and --events go with --on-loss")
+        elif any(value is not None for value in (restarts, min_ranks, max_ranks, max_servers, spares, events)):
+            raise ConfigurationError(
+                "--restarts, --min-ranks, --max-ranks, --max-servers, --spares and --events go with --on-loss"
+            )
         live, missing = _live_job(stack)
         if dashboard or dashboard_port is not None or dashboard_token is not None:
             if live is None:

@@ -108,12 +108,10 @@ def run_workers(
     checks.integer("the number of servers", num_servers, minimum=0)
     num_ranks = num_seats = num_workers + num_servers
     if recovery is not None:
-        recovery.check(num_workers)
+        recovery.check(num_workers, num_servers)
         if live is not None:
             recovery = dataclasses.replace(recovery, on_event=_to_all(recovery.on_event, live.note))
-        num_seats = recovery.num_seats(num_workers) + num_servers
-        if num_servers and num_seats > num_ranks:
-            raise ConfigurationError("--max-ranks is for jobs without --servers")
+        num_seats = recovery.num_seats(num_workers, num_servers)
     pool = _pool(num_workers, num_servers, num_seats, emulate, hosts)
     job_id = f"run-{os.getpid()}-{secrets.token_hex(8)}"
     base = current() if environment is None else environment
@@ -140,8 +138,9 @@ def run_workers(
             # Every emulated host sees all the cores.
             compute = {} if len(os.sched_getaffinity(0)) >= 2 * num_ranks else {"TOTALREDUCE_COMPUTE": "inline"}
             base = {"TORCH_CPP_LOG_LEVEL": "ERROR", **interface, **compute, **base}
+        serving = range(num_workers, num_seats) if num_servers else range(0)
         common = common_environment(
-            base, num_seats - num_servers, master_address=master, job_id=job_id, num_servers=num_servers
+            base, num_seats - len(serving), master_address=master, job_id=job_id, num_servers=len(serving)
         )
         if live is not None:
             common[LIVE] = str(live.board.path)
@@ -156,8 +155,7 @@ def run_workers(
             common.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             common |= worker_variables(recovery, num_ranks, address, port)
             file = None if hosts is None or hosts.file is None else HostsFile(hosts.file, hosts.hosts)
-            kept = _Recovery(recovery, keeper, Restarts(recovery, num_ranks), Spares(), file)
-        serving = range(num_workers, num_ranks) if num_servers else range(0)
+            kept = _Recovery(recovery, keeper, Restarts(recovery, num_ranks, num_seats), Spares(), file)
         placement = Placement(
             pool, argv, common, num_local=num_local, serving=serving, options=hosts, emulated=emulated
         )

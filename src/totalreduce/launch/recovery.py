@@ -46,6 +46,7 @@ class RecoveryOptions:
         min_ranks: With ``"shrink"``: the smallest number of ranks that go on.
         max_ranks: With ``"shrink"``: the number of seats. While hosts have free slots, processes are started for seats
             beyond the number of workers, and join. By default no more than the job begins with.
+        max_servers: With ``"shrink"``: the same of ranks that only serve.
         spares: How many processes wait on each host to replace a worker, and as many again to replace a rank that only
             serves, if there are some (``spares``).
         on_event: Is called with each event: a dictionary with ``event`` (``ended``, ``started``, ``suspected``,
@@ -57,25 +58,41 @@ class RecoveryOptions:
     restarts: int = 10
     min_ranks: int = 1
     max_ranks: int | None = None
+    max_servers: int | None = None
     spares: int = 0
     on_event: Callable[[dict[str, Any]], None] = lambda _: None
 
-    def check(self, num_workers: int) -> None:
-        """Raise ``ConfigurationError`` if the numbers do not fit the number of workers."""
-        checks.rank_limits(self.min_ranks, num_workers, self.num_seats(num_workers))
-        if self.on_loss == "replace" and self.num_seats(num_workers) > num_workers:
+    def check(self, num_workers: int, num_servers: int) -> None:
+        """Raise ``ConfigurationError`` if the limits do not fit the numbers of workers and servers."""
+        num_seats = num_workers if self.max_ranks is None else self.max_ranks
+        checks.rank_limits(self.min_ranks, num_workers, num_seats)
+        most = num_servers if self.max_servers is None else self.max_servers
+        if num_servers and num_seats > num_workers:
+            raise ConfigurationError("--max-ranks is for jobs without --servers: with servers, use --max-servers")
+        if most and not num_servers:
             raise ConfigurationError(
-                f"--max-ranks {self.max_ranks} is more than the number of workers, {num_workers}, which never changes "
-                "with --on-loss replace: use --on-loss shrink"
+                f"--max-servers {most} goes with --servers: a job begins with a server, or has none"
             )
+        if most < num_servers:
+            raise ConfigurationError(f"--max-servers {most} is less than the number of servers, {num_servers}")
+        for option, limit, number, what in (
+            ("--max-ranks", num_seats, num_workers, "workers"),
+            ("--max-servers", most, num_servers, "servers"),
+        ):
+            if self.on_loss == "replace" and limit > number:
+                raise ConfigurationError(
+                    f"{option} {limit} is more than the number of {what}, {number}, which never changes with --on-loss "
+                    "replace: use --on-loss shrink"
+                )
         if self.restarts < 0:
             raise ConfigurationError(f"--restarts must be at least 0, not {self.restarts}")
         if self.spares < 0:
             raise ConfigurationError(f"--spares must be at least 0, not {self.spares}")
 
-    def num_seats(self, num_workers: int) -> int:
-        """Return the number of seats of a job that begins with so many workers."""
-        return num_workers if self.max_ranks is None else self.max_ranks
+    def num_seats(self, num_workers: int, num_servers: int) -> int:
+        """Return the number of seats of a job that begins with so many workers and servers."""
+        most_workers = num_workers if self.max_ranks is None else self.max_ranks
+        return most_workers + (num_servers if self.max_servers is None else self.max_servers)
 
 
 @final
@@ -88,8 +105,14 @@ class Restarts:
         has_begun: Whether the ranks have decided on the first epoch.
     """
 
-    def __init__(self, options: RecoveryOptions, num_workers: int) -> None:
-        num_seats = options.num_seats(num_workers)
+    def __init__(self, options: RecoveryOptions, num_workers: int, num_seats: int) -> None:
+        """Begin.
+
+        Args:
+            options: The policy.
+            num_workers: The number of workers, and of ranks that only serve, with which the job begins.
+            num_seats: The largest number of them.
+        """
         self._options, self._num_workers = options, num_workers
         self.incarnations = [-1] * num_seats
         self.left = options.restarts

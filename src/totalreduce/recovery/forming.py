@@ -78,7 +78,7 @@ def open_assembly(settings: Settings, seat: int, num_seats: int, timeout_s: floa
     """
     if settings.keeper is None:
         raise ConfigurationError("TOTALREDUCE_ON_LOSS is set and TOTALREDUCE_KEEPER is not: use totalreduce run")
-    if settings.servers and num_seats != settings.begin_ranks:
+    if settings.servers and num_seats < (settings.begin_ranks or 0):  # the seats of the workers alone
         raise ConfigurationError(
             f"{settings.servers} ranks of this job only serve a parameter server (--servers), so only tr.ps.connect "
             "forms its group: start without --servers, or keep what must survive on the servers"
