@@ -97,27 +97,6 @@ def test_where_servers_make_no_difference_it_is_the_synchronous_optimizer() -> N
 
 
 @pytest.mark.parametrize("optimizer", ["server", "worker"])
-@pytest.mark.parametrize("rule", [ps.Sequential(), ps.Bounded(2), ps.Eventual()], ids=str)
-def test_every_gradient_counts_once(optimizer: str, rule: ps.Consistency) -> None:
-    """Ranks take different numbers of steps, and one of them is slow."""
-
-    def body(group: Group) -> torch.Tensor:
-        model, outer = ones(group, tr.ParameterServer(consistency=rule, optimizer=optimizer, servers=[0], shards=2))
-        for _ in range(6 + group.rank):
-            outer.zero_grad()
-            model(-float(10**group.rank)).backward()
-            time.sleep(0.003 if group.rank == 0 else 0.0)
-            outer.step()
-        outer.local_steps.finish()
-        outer.close()
-        return flat(model)
-
-    for parameters in run_ranks(3, body):
-        total = sum((6 + rank) * 10**rank for rank in range(3)) / 3
-        torch.testing.assert_close(parameters, torch.full_like(parameters, total), rtol=1e-12, atol=1e-9)
-
-
-@pytest.mark.parametrize("optimizer", ["server", "worker"])
 def test_each_layer_waits_for_its_own_values(optimizer: str) -> None:
     def body(group: Group) -> None:
         model, outer = ones(group, tr.ParameterServer(servers=[0], optimizer=optimizer))

@@ -120,14 +120,15 @@ def test_synchronous_steps_through_servers_have_the_bits_of_a_sum_in_the_order_o
 @pytest.mark.parametrize("world_size", [2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
 @pytest.mark.parametrize("optimizer", ["server", "worker"])
 @pytest.mark.parametrize("rule", [ps.Sequential(), ps.Bounded(2), ps.Eventual()], ids=str)
-def test_every_gradient_counts_once(world_size: int, optimizer: str, rule: ps.Consistency) -> None:
+@pytest.mark.parametrize("overlap", ["backward", "iterations"])
+def test_every_gradient_counts_once(world_size: int, optimizer: str, rule: ps.Consistency, overlap: str) -> None:
     """Ranks take different numbers of steps, and one of them is slow."""
 
     def body(group: Group) -> tuple[torch.Tensor, int]:
         model = Counting()
         inner = torch.optim.SGD(model.parameters(), lr=1.0)
         sync = tr.ParameterServer(consistency=rule, optimizer=optimizer, servers=[0])
-        outer = DistributedOptimizer(inner, model, group=group, sync=sync)
+        outer = DistributedOptimizer(inner, model, group=group, sync=sync, overlap=overlap, bucket_bytes=1)
         for _ in range(6 + group.rank):
             outer.zero_grad()
             model(-float(10**group.rank)).backward()
