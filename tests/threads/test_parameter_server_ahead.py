@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,9 @@ class Chain(torch.nn.Module):
             torch.nn.init.zeros_(layer.weight)
         self.double()
 
-    def forward(self, factor: float) -> torch.Tensor:
+    def forward(self, factor: float, num_layers: int = 4) -> torch.Tensor:
         one = torch.full((1, 1), factor, dtype=torch.float64)
-        return torch.stack([layer(one) for layer in self.layers]).sum()
+        return torch.stack([layer(one) for layer in self.layers[:num_layers]]).sum()
 
 
 def wrap(
@@ -51,6 +52,10 @@ def ones(group: Group, sync: object | None = None) -> tuple[Chain, DistributedOp
     return model, DistributedOptimizer(
         inner, model, group=group, sync=sync, overlap="iterations", bucket_bytes=1, name="ones"
     )
+
+
+def interrupt(*arguments: object, **options: object) -> None:
+    raise KeyboardInterrupt
 
 
 def weights(model: Chain) -> list[float]:
@@ -186,6 +191,141 @@ def test_a_parameter_that_no_rank_has_used_stays_as_it_is() -> None:
         return weights(model)
 
     assert run_ranks(2, body) == [[1.0, 1.0, 0.0, 0.5]] * 2
+
+
+@pytest.mark.parametrize("optimizer", ["server", "worker"])
+def test_the_mean_of_others_is_not_the_gradient_of_the_next_step(optimizer: str) -> None:
+    """Only one rank uses the last layer, in the first step, and ``zero_grad`` comes before the layer's update."""
+
+    def body(group: Group) -> list[float]:
+        model, outer = ones(group, tr.ParameterServer(servers=[0], optimizer=optimizer))
+        for step in range(3):
+            outer.zero_grad()
+            model(-1.0, 4 if (group.rank, step) == (1, 0) else 3).backward()
+            outer.step()
+        outer.flush()
+        outer.local_steps.finish()
+        outer.close()
+        return weights(model)
+
+    assert run_ranks(2, body) == [[3.0, 3.0, 3.0, 0.5]] * 2
+
+
+@pytest.mark.parametrize("optimizer", ["server", "worker"])
+def test_gradients_of_the_last_step_are_not_kept(optimizer: str) -> None:
+    def body(group: Group) -> list[bool]:
+        model, outer = ones(group, tr.ParameterServer(servers=[0], optimizer=optimizer))
+        model(-1.0).backward()
+        gradients = [weakref.ref(layer.weight.grad) for layer in model.layers]
+        outer.step()
+        outer.zero_grad()
+        outer.flush()
+        outer.local_steps.finish()
+        outer.close()
+        return [each() is None for each in gradients]
+
+    assert run_ranks(1, body) == [[True] * 4]
+
+
+@pytest.mark.parametrize("optimizer", ["server", "worker"])
+def test_a_step_that_is_left_out_follows_one_that_has_ended_early(optimizer: str) -> None:
+    def body(group: Group) -> list[float]:
+        model, outer = ones(group, tr.ParameterServer(servers=[0], optimizer=optimizer))
+        for _ in range(3):
+            outer.zero_grad()
+            model(-1.0).backward()
+            outer.step()
+            outer.local_steps.stepped()
+        outer.flush()
+        outer.local_steps.finish()
+        outer.close()
+        return weights(model)
+
+    assert run_ranks(2, body) == [[3.0] * 4] * 2
+
+
+@pytest.mark.parametrize("optimizer", ["server", "worker"])
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_a_step_that_was_interrupted_when_it_had_asked_for_values_pushes_nothing_twice(
+    monkeypatch: pytest.MonkeyPatch, optimizer: str, with_closure: bool
+) -> None:
+    def body(group: Group) -> list[float]:
+        model, outer = ones(group, tr.ParameterServer(servers=[0], optimizer=optimizer))
+        for _ in range(2):
+            outer.zero_grad()
+            model(-1.0).backward()
+            with monkeypatch.context() as patch:
+                patch.setattr(outer._deferred, "begin", interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    outer.step()
+            outer.step(*[list] * with_closure)
+        outer.flush()
+        outer.local_steps.finish()
+        outer.close()
+        return weights(model)
+
+    assert run_ranks(1, body) == [[2.0] * 4]
+
+
+def test_an_interruption_of_the_torch_optimizer_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(group: Group) -> None:
+        model, outer = ones(group, tr.ParameterServer(servers=[0], optimizer="worker"))
+        model(-1.0).backward()
+        outer.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(outer._inner, "step", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                model(-1.0)
+        with pytest.raises(ConfigurationError, match="interrupted while it sent requests to servers or took the step"):
+            model(-1.0)
+        with pytest.raises(ConfigurationError, match="interrupted"):
+            outer.step()
+        outer.close()
+
+    run_ranks(1, body)
+
+
+def test_an_interruption_of_a_copy_is_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(group: Group) -> list[float]:
+        model, outer = ones(group)
+        model(-1.0).backward()
+        outer.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(outer.local_steps.arriving._rows, "write", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                model(-1.0)
+        model(-1.0)
+        outer.close()
+        return weights(model)
+
+    assert run_ranks(1, body) == [[1.0] * 4]
+
+
+def test_a_step_that_was_to_wait_is_repeated_as_such() -> None:
+    """No module has run before the first call, and one has before the second one."""
+
+    def body(group: Group) -> None:
+        model, outer = ones(group)
+        for layer in model.layers:
+            layer.weight.grad = torch.full_like(layer.weight, -1.0)
+        if group.rank == 0:
+            with pytest.raises(SlowWorkersError):
+                outer.step()
+            with torch.no_grad():
+                model(1.0)
+        else:
+            time.sleep(0.7)
+        repeat_until_done(outer.step)
+        assert not outer._deferred.pending
+        assert weights(model) == [1.0] * 4
+        outer.zero_grad()
+        model(-1.0).backward()
+        outer.step()
+        repeat_until_done(outer.local_steps.finish)
+        outer.close()
+        assert weights(model) == [2.0] * 4
+
+    run_ranks(2, body, engine=EngineConfig(timeout_s=0.4))
 
 
 def test_a_forward_pass_that_ran_out_of_time_is_repeated() -> None:

@@ -8,7 +8,7 @@ import sys
 import threading
 
 import pytest
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, Store
 
 from totalreduce.foundation.errors import RendezvousError
 from totalreduce.foundation.world import World
@@ -117,3 +117,35 @@ def test_an_epoch_s_group_meets_with_one_access_for_all_entries(world_size: int)
     for rank in range(world_size):
         assert [member.port for member in found[rank]] == [1000 + other for other in range(world_size)]
         assert counting[rank].reads == 1
+
+
+class PlainStore(Store):
+    """A store without ``compare_set``, such as torch's ``EtcdStore``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def add(self, key: str, number: int) -> int:
+        self.values[key] = str(int(self.values.get(key, b"0")) + number).encode()
+        return int(self.values[key])
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+
+@pytest.mark.parametrize("make", [HashStore, PlainStore])
+def test_each_process_joins_the_next_meeting_also_behind_one_that_was_lost_when_it_had_claimed_it(make) -> None:
+    """The lost process has written its claim, and has not counted it."""
+    store, world = make(), World(0, 1, 0, 1, "", 0, "manual", "job")
+    lost = dataclasses.replace(Arrival.of(world), process="lost")
+    store.set("totalreduce/0/name/1/claim/0", lost.to_text())
+    store.add("totalreduce/0/name/1/read", 1)  # the meeting is over
+    joined = [Meeting(store, world, "name", 5.0).job_id for _ in range(3)]
+    assert joined == [f"job/totalreduce/0/name/{number}" for number in (2, 3, 4)]

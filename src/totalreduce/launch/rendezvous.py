@@ -343,26 +343,36 @@ class Meeting:
             ) from error
 
     def _claim(self, arrival: Arrival, meetings: str) -> str:
-        """Return the meeting that this process joins: the next one, or one in which another process has its rank.
+        """Return the meeting that this process joins: the next one, unless another process has its rank.
 
-        The other process's meeting is joined if it is in progress, so that all ranks there learn of the two processes.
-        A claim is one atomic access of the store: of two processes that come at the same moment, the later one finds
-        the claim of the other one.
+        If another process has this rank in a meeting that is in progress, this process joins that meeting, so that all
+        ranks there learn of the two processes. A claim is one atomic access of the store: of two processes that come at
+        the same moment, the later one finds the claim of the other one.
         """
         count = f"{meetings}/count/{arrival.rank}"
-        num_claimed = self._store.add(count, 0)
-        for number in itertools.count(max(1, num_claimed)):
+        num_counted = self._store.add(count, 0)
+        for number in itertools.count(max(1, num_counted)):
             prefix = f"{meetings}/{number}"
-            claim = self._store.compare_set(f"{prefix}/claim/{arrival.rank}", "", arrival.to_text())
-            holder = Arrival.from_text(_checked(claim))
+            holder = Arrival.from_text(self._holder_of(f"{prefix}/claim/{arrival.rank}", arrival.to_text()))
             if holder.process != arrival.process:
                 self._before = f" {holder.label} was rank {arrival.rank} before this process: was one started twice?"
                 if not _is_over(self._store, prefix, holder.world_size):
                     break
-            elif number > num_claimed:
-                self._store.add(count, 1)
+            elif number > num_counted:
+                # Also meetings that a process has claimed, and not counted because it was lost in between.
+                self._store.add(count, number - num_counted)
                 break
         return prefix
+
+    def _holder_of(self, key: str, mine: str) -> str:
+        """Return the text of the process that has written a key; without one, write and return ``mine``."""
+        try:
+            return _checked(self._store.compare_set(key, "", mine))
+        except (RuntimeError, NotImplementedError):
+            # The store does not have this method, as torch's EtcdStore, or it is gone: then the next line raises.
+            if not self._store.check([key]):
+                self._store.set(key, mine)
+            return _text_of(self._store, key)
 
     def _read_arrivals(self, prefix: str, num_known: int) -> list[Arrival]:
         """Return the arrivals after the first ``num_known``, in their order."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -45,7 +46,7 @@ class Update:
 
 
 class DeferredBuckets(Protocol):
-    """Groups of parameters; what all ranks have of one arrives at once."""
+    """Groups of parameters; what other ranks or servers have of one group arrives together."""
 
     @property
     def parameters(self) -> Sequence[torch.nn.Parameter]:
@@ -60,10 +61,13 @@ class DeferredBuckets(Protocol):
         """Indices of the buckets, the one that forward needs first first."""
 
     def take(self, index: int) -> Sequence[Update]:
-        """Wait for one bucket, and return the updates of its parameters that were not made yet. Once in each step.
+        """Wait for one bucket, and return the updates of its parameters that are left to make. May be repeated."""
 
-        After an error the bucket was not taken, and the call may be repeated.
-        """
+    def once(self) -> AbstractContextManager[None]:
+        """Return a context for these updates, which may refuse to go on after one that was interrupted."""
+
+    def release(self, index: int) -> None:
+        """Note that these updates were made, or have failed: ``take`` is not called again in this step."""
 
     def gradients_needed(self, index: int) -> Sequence[torch.Tensor]:
         """Return the gradients of this rank that the bucket may still read."""
@@ -119,7 +123,7 @@ class DeferredUpdates:
         return self._order.bucket_priorities(self._buckets.buckets_members)
 
     def begin(self, flush: Callable[[], None]) -> None:
-        """Defer the updates of all buckets, which are on the way.
+        """Defer the updates of all buckets, which are on the way. May be repeated.
 
         Args:
             flush: Called before barriers and before the group ends; it calls ``flush`` of this object. The group holds
@@ -134,6 +138,8 @@ class DeferredUpdates:
             for number, group in enumerate(self._optimizer.param_groups)
             for position, parameter in enumerate(group["params"])
         }
+        self._release()
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # or torch's schedulers warn of a missing step
         self.pending = set(range(len(self._buckets.buckets_members)))
         self.guards_hooks, self._forward_seen = True, False
         self._doubtful.clear()
@@ -246,15 +252,17 @@ class DeferredUpdates:
     def _apply_bucket(self, index: int) -> None:
         """Wait for one bucket and update its parameters."""
         updates = self._buckets.take(index)
-        self.pending.discard(index)
-        try:
-            for update in updates:
-                update.parameter.grad = update.gradient
-            self._step([update.parameter for update in updates if update.gradient is not None])
-        finally:
-            # Gradients that the program has changed since step() stay so: zeroed ones do not become the reduced ones.
-            for update in updates:
-                update.parameter.grad = update.kept
+        with self._buckets.once():
+            try:
+                for update in updates:
+                    update.parameter.grad = update.gradient
+                self._step([update.parameter for update in updates if update.gradient is not None])
+            finally:
+                # Gradients that the program has changed since step() stay so: zeroed ones do not become reduced ones.
+                for update in updates:
+                    update.parameter.grad = update.kept
+                self.pending.discard(index)
+                self._buckets.release(index)
 
     def _step(self, parameters: list[torch.nn.Parameter]) -> None:
         """Have the torch optimizer update these parameters and no others."""

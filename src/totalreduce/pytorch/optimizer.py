@@ -668,8 +668,8 @@ class DistributedOptimizer(OptimizerWrapper):
         result = None
         guarded = None if self.guard is None else _guarded(self._local)
         if isinstance(self._local, DeferringSteps) and closure is None and self._deferred.possible:
-            self._local.begin_step(self._deferred.priorities(), self.flush)
-            self._deferred.begin(self.flush)
+            defer = functools.partial(self._deferred.begin, self.flush)
+            self._local.begin_step(self._deferred.priorities(), defer, self.flush)
         elif guarded is None or self.guard is None:
             result = self._local.step(closure)
         else:

@@ -16,6 +16,7 @@ gradients backward makes last. So holding it back usually costs no time, and the
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -235,15 +236,21 @@ class Reducer(GradientReducer):
             bucket.release()
 
     def take(self, index: int) -> list[Update]:
-        """Wait for one bucket of a closed round, and end its part of the round. Errors as of ``wait``."""
+        """Wait for one bucket of a closed round; return the updates that its gradients make. Errors as of ``wait``."""
         self.wait(index)
         bucket = self.buckets[index]
-        updates = [
+        return [
             Update(parameter, gradient, gradient if bucket.same_local(position) else parameter.grad)
             for position, (parameter, gradient) in enumerate(zip(bucket.parameters, bucket.reduced(), strict=True))
         ]
-        bucket.release()
-        return updates
+
+    def once(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing: an update that was interrupted is not noticed."""
+        return nullcontext()
+
+    def release(self, index: int) -> None:
+        """End the part that one bucket has in the round."""
+        self.buckets[index].release()
 
     def gradients_needed(self, index: int) -> list[torch.Tensor]:
         """Return the gradients of this rank that are sent again if the bucket has changed on another rank."""

@@ -75,12 +75,13 @@ class DeferringSteps(OwnSteps):
     arriving: DeferredBuckets
 
     @abstractmethod
-    def begin_step(self, priorities: Mapping[int, int], flush: Callable[[], None]) -> None:
-        """Take a step up to the point where this rank would wait. Errors as of ``step``.
+    def begin_step(self, priorities: Mapping[int, int], defer: Callable[[], None], flush: Callable[[], None]) -> None:
+        """Take a step up to the point where this rank would wait. Errors as of ``step``; repetitions go on.
 
         Args:
             priorities: By bucket: its place in the order in which forward needs them.
-            flush: Takes all buckets. Called before anything that needs the step to be over.
+            defer: Notes that the buckets are on the way. Not called if a step is repeated that was to wait.
+            flush: Has all buckets taken. Called before anything that needs the step to be over.
         """
 
 

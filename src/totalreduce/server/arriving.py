@@ -7,6 +7,7 @@ layers compute while the values of later ones are on the way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import final
 
 import torch
@@ -16,7 +17,7 @@ from totalreduce.pytorch.deferred import Update
 from totalreduce.server.connection import Ticket
 from totalreduce.server.rows import ModelRows
 
-__all__ = ["ArrivingBuckets", "await_all", "note_step"]
+__all__ = ["ArrivingBuckets", "await_all"]
 
 
 @final
@@ -26,9 +27,16 @@ class ArrivingBuckets:
     Attributes:
         buckets_members: The parameters of each bucket, by number.
         by_urgency: Indices of the buckets, the one that forward needs first first.
+        once: The context in which updates are made; see ``DeferredBuckets``.
     """
 
-    def __init__(self, rows: ModelRows, pulled: Array, flags: Array | None, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self,
+        rows: ModelRows,
+        pulled: Array,
+        flags: Array | None,
+        once: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         """Begin without buckets.
 
         Args:
@@ -36,45 +44,56 @@ class ArrivingBuckets:
             pulled: Has what is pulled, of all rows.
             flags: ``None``: servers have the parameters, which are pulled. Otherwise mean gradients are pulled, and
                 here, by parameter, whether a rank has one.
-            optimizer: The torch optimizer.
+            once: See above.
         """
-        self._rows, self._pulled, self._flags, self._optimizer = rows, pulled, flags, optimizer
+        self._rows, self._pulled, self._flags, self.once = rows, pulled, flags, once
         self.buckets_members: list[tuple[int, ...]] = []
         self.by_urgency: list[int] = []
-        #: The tickets that every bucket, or the end of the step, needs; and those of each bucket that was not taken.
+        #: The tickets that every bucket, or the end of the step, needs; and those of each bucket that is not released.
         self._common: list[Ticket] = []
         self._tickets: dict[int, list[Ticket]] = {}
         self._flush: Callable[[], None] | None = None
-        #: By parameter: its gradient when the step ended, and its version.
-        self._used: list[tuple[torch.Tensor | None, int]] = []
+        #: By parameter: its gradient when the step ended, and its version; where gradients are pulled.
+        self._used: dict[int, tuple[torch.Tensor, int]] = {}
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """All parameters."""
         return self._rows.parameters
 
-    def begin(self, priorities: Mapping[int, int], common: list[Ticket], flush: Callable[[], None]) -> None:
-        """Note that a step ends.
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a bucket was asked for and is not released."""
+        return bool(self._tickets)
+
+    def pull(
+        self,
+        priorities: Mapping[int, int],
+        pull_range: Callable[[int, int], Ticket],
+        common: list[Ticket],
+        flush: Callable[[], None],
+    ) -> None:
+        """Ask for all buckets at the end of a step.
 
         Args:
             priorities: By bucket: its place in the order in which forward needs them.
+            pull_range: Asks for the rows from the first to before the second number.
             common: The tickets of the step. Those that are done are taken out.
-            flush: Takes all buckets.
+            flush: Has all buckets taken.
         """
         self.by_urgency = sorted(priorities, key=priorities.__getitem__)
         self._common, self._flush = common, flush
-        self._used = [(each.grad, _version(each.grad)) for each in self.parameters]
-
-    def pull(self, pull_range: Callable[[int, int], Ticket]) -> None:
-        """Ask for all buckets; ``pull_range`` asks for the rows from the first to before the second number."""
+        if self._flags is not None:
+            gradients = ((number, parameter.grad) for number, parameter in enumerate(self.parameters))
+            self._used = {number: (each, each._version) for number, each in gradients if each is not None}
         for index in self.by_urgency:
             self._tickets[index] = [pull_range(*run) for run in self._rows.runs_of(self.buckets_members[index])]
 
     def take(self, index: int) -> list[Update]:
         """Wait for one bucket; take over its parameters, or return the updates that its gradients make.
 
-        Nothing is left to do for a bucket that was not asked for. Errors as of ``Ticket.wait``. The call may be
-        repeated then.
+        Errors as of ``Ticket.wait``. May be repeated until the bucket is released. For one that was not asked for, or
+        that is released, nothing is left to do.
         """
         if index not in self._tickets:
             return []
@@ -82,21 +101,26 @@ class ArrivingBuckets:
         if self._flags is not None or len(self._tickets) == 1:
             # The flags, or everything else: memory of what was pushed is used again in the next step.
             await_all(self._common)
-        del self._tickets[index]
-        if not self._tickets:
-            self._flush = None
         members = self.buckets_members[index]
         if self._flags is None:
             self._rows.write(self._pulled, members)
-            note_step(self._optimizer)
             return []
-        updates = []
-        for number, gradient in zip(members, self.gradients(members), strict=True):
-            parameter = self.parameters[number]
-            used, version = self._used[number]
-            is_unchanged = parameter.grad is used and _version(used) == version
-            updates.append(Update(parameter, gradient, gradient if is_unchanged else parameter.grad))
-        return updates
+        return [
+            Update(self.parameters[number], gradient, gradient if self._is_unchanged(number) else present)
+            for number, gradient in zip(members, self.gradients(members), strict=True)
+            for present in (self.parameters[number].grad,)
+        ]
+
+    def _is_unchanged(self, number: int) -> bool:
+        """Return whether a parameter still has the gradient with which the step ended."""
+        gradient, version = self._used.get(number, (None, 0))
+        return gradient is not None and self.parameters[number].grad is gradient and gradient._version == version
+
+    def release(self, index: int) -> None:
+        """Note that nothing is left to do for a bucket."""
+        self._tickets.pop(index, None)
+        for number in self.buckets_members[index]:
+            self._used.pop(number, None)
 
     def gradients_needed(self, index: int) -> list[torch.Tensor]:
         """Return none: gradients are copied before they are pushed."""
@@ -113,9 +137,16 @@ class ArrivingBuckets:
         return found
 
     def settle(self) -> None:
-        """Take all buckets that were not taken."""
-        if self._flush is not None:
+        """Have all buckets taken that are asked for."""
+        if self._flush is not None and self._tickets:
             self._flush()
+
+    def drain(self) -> None:
+        """Wait for buckets that will not be taken, and forget them, before their memory is used again."""
+        for index in list(self._tickets):
+            await_all(self._tickets[index])
+            await_all(self._common)
+            self.release(index)
 
 
 def await_all(tickets: list[Ticket]) -> None:
@@ -123,12 +154,3 @@ def await_all(tickets: list[Ticket]) -> None:
     while tickets:
         tickets[0].wait()
         tickets.pop(0)
-
-
-def note_step(optimizer: torch.optim.Optimizer) -> None:
-    """Note that parameters were updated elsewhere. Otherwise torch's schedulers warn that no step was taken."""
-    optimizer._opt_called = True  # type: ignore[attr-defined]
-
-
-def _version(gradient: torch.Tensor | None) -> int:
-    return -1 if gradient is None else gradient._version

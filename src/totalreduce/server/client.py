@@ -195,9 +195,9 @@ class Client:
             layout: The shards.
             spec: Of the table.
             servers: By shard: the rank that serves it. Empty: this rank is no worker, and makes no calls.
-            steps_are_atomic: A step ends when all earlier requests were answered, and not before. So if one shard knows
-                that a step has ended, all shards have all of its pushes. And a worker that is lost is run again, so the
-                filter has no part in the first step of a process: see ``_may_filter``.
+            steps_are_atomic: A worker that is lost is run again. So a step ends when all earlier requests were
+                answered, and not before: if one shard knows that a step has ended, all shards have all of its pushes.
+                And the filter has no part in the first step of a process (see ``_may_filter``).
             filter_: Says which keys of a push are sent now; ``None``: all are.
         """
         self.clock = 0
@@ -208,7 +208,8 @@ class Client:
         self.is_worker = bool(servers)
         self._steps_are_atomic = steps_are_atomic
         self._next = 0  # the number of the next request
-        #: In this step: the number of marks of all requests and of those that push, as it would be without the filter.
+        #: In this step: how many marks were used (``"mark"``), of these how many for pushes (``"push"``), and how many
+        #: pushes are held (``"held"``). A request of which the filter has withheld all keys uses a mark, too.
         self._made: Counter[str] = Counter()
         self._stage: Literal["before steps", "in steps", "retired"] = "before steps"
         self._again: list[tuple[int, Message]] = []

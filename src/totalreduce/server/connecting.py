@@ -90,7 +90,7 @@ def connect(
         codec: Encodes what is pushed, float32 only, with error feedback.
         filter: Says which keys of each push this worker sends now; the others are added to its next push of them. Each
             rank passes an object of its own, which may differ from the others. One of a rank that only serves is not
-            used. Not with ``--on-loss``.
+            used. With ``--on-loss``, the first step of a process is sent without it.
         initial: The value with which all begin; or a function from keys, int64 of shape (n,), to values of shape
             (n, width). Functions are not compared between ranks, and not sent to ranks that only serve.
         restore: A folder in which ``Connection.save`` has written: values, the state of the optimizer and the workers'

@@ -31,7 +31,7 @@ from totalreduce.kernels import quantisation
 from totalreduce.pytorch.replica import ModelReplica, check_equal
 from totalreduce.pytorch.served_steps import SynchronousSteps, observations
 from totalreduce.pytorch.stepping import DeferringSteps, OwnSteps, SteppingStrategy
-from totalreduce.server.arriving import ArrivingBuckets, await_all, note_step
+from totalreduce.server.arriving import ArrivingBuckets, await_all
 from totalreduce.server.clocks import Consistency, Sequential
 from totalreduce.server.connecting import connect
 from totalreduce.server.connection import Connection, ServerStatistics, Ticket
@@ -193,6 +193,7 @@ class ServerSteps(DeferringSteps):
         self._is_coded = strategy.codec is not None
         self._early: EarlyBuckets | None = None
         self._early_rate: float | None = None  #: The learning rate of what has left early in this step.
+        self._ends_early = False  #: Whether the step that was submitted last asks for each bucket by itself.
         #: Whether this rank is in a part of a step that must not run twice: its requests, or those of a bucket, and the
         #: step of the torch optimizer.
         self._is_unrepeatable = False
@@ -208,7 +209,7 @@ class ServerSteps(DeferringSteps):
         self._flag_keys = np.arange(rows.count, rows.count + len(self._flags))
         self._tickets: list[Ticket] = []
         self.arriving: ArrivingBuckets = ArrivingBuckets(
-            rows, self._pulled, None if self._keeps_values else self._flags, optimizer
+            rows, self._pulled, None if self._keeps_values else self._flags, self._once
         )
         self._finals: list[Work] = []  #: The operations of ``finish``.
         self._last_clock: int | None = None  #: The clock when ``finish`` was called, which ends it.
@@ -270,7 +271,7 @@ class ServerSteps(DeferringSteps):
             PeerLost: A rank is lost.
         """
         if not self.is_interrupted:
-            self._check_open()
+            self._begin()
             if closure is not None and self._takes_gradients:
                 with torch.enable_grad():
                     self._loss = closure()
@@ -282,6 +283,12 @@ class ServerSteps(DeferringSteps):
         loss, self._loss = self._loss, None
         return loss
 
+    def _begin(self) -> None:
+        """Begin a step that is no repetition: what the last one has asked for is taken over."""
+        self.arriving.settle()
+        self.arriving.drain()
+        self._check_open()
+
     def _push_step(self, closure: Callable[[], Any] | None) -> None:
         """Push this rank's part of a step."""
         if self._takes_gradients:
@@ -292,17 +299,19 @@ class ServerSteps(DeferringSteps):
 
     # --------------------------------------------------------------------------------------------- steps that end early
 
-    def begin_step(self, priorities: Mapping[int, int], flush: Callable[[], None]) -> None:
+    def begin_step(self, priorities: Mapping[int, int], defer: Callable[[], None], flush: Callable[[], None]) -> None:
         """See ``DeferringSteps``."""
-        if self.is_interrupted:  # a step that was not to end early; all of its values are one request
+        if self.is_interrupted and not self._ends_early:
             self._end_step()
             return
-        self._check_open()
-        arriving = self.arriving
-        with self._once():
-            self._push_step(None)
-            arriving.begin(priorities, self._tickets, flush)
-            self._submit_end(by_bucket=True)
+        if not self.is_interrupted:
+            self._begin()
+            with self._once():
+                self._push_step(None)
+                self._submit_end(priorities, flush)
+        self._check_repeatable()
+        if self.arriving.is_waiting:
+            defer()
         self.is_interrupted = False
 
     # -------------------------------------------------------------------------------------------------- parts of steps
@@ -310,7 +319,7 @@ class ServerSteps(DeferringSteps):
     def stepped(self) -> None:
         """Count a step that was left out on this rank: nothing is pushed for it. Errors as of ``step``."""
         if not self.is_interrupted:
-            self._check_open()
+            self._begin()
             with self._once():
                 self._withdraw()
                 self._pushed = self._rows.empty()
@@ -457,29 +466,40 @@ class ServerSteps(DeferringSteps):
             quantisation.within_limit(self._pushed[begin:end].reshape(-1)) for begin, end in runs
         )
 
-    def _submit_end(self, *, by_bucket: bool = False) -> None:
-        """End the step, and ask for what the servers have then: all at once, or each bucket by itself."""
+    def _submit_end(self, priorities: Mapping[int, int] | None = None, flush: Callable[[], None] | None = None) -> None:
+        """End the step, and ask for what the servers have then: all at once, or each bucket by itself.
+
+        ``priorities``, ``flush``: those of ``begin_step``, if the step ends early.
+        """
         client, rows = self._client, self._rows
         if self._early is not None:
             self._early.end_step()
         self._tickets.append(client.clock())
         if not self._keeps_values:
             self._tickets.append(client.pull(self._flag_keys, self._flags))
-        if by_bucket:
-            self.arriving.pull(lambda begin, end: client.pull_range(begin, end, self._pulled[begin:end]))
-        else:
+        if priorities is None or flush is None:
             self._tickets.append(client.pull_range(0, rows.count, self._pulled))
+        else:
+            pull = lambda begin, end: client.pull_range(begin, end, self._pulled[begin:end])  # noqa: E731
+            self.arriving.pull(priorities, pull, self._tickets, flush)
         # Not before: a repetition waits for tickets, so that it must have them.
+        self._ends_early = priorities is not None
         self.is_interrupted, self._is_unrepeatable = True, False
 
     def _end_step(self) -> None:
         """Wait for all answers, and take over what has come."""
         self._check_repeatable()
+        if self._ends_early:
+            self.arriving.settle()
+            if not self.arriving.is_waiting:
+                self.is_interrupted = False
+                return
+            self.arriving.drain()  # it was interrupted before its updates were deferred, so that none was made
         await_all(self._tickets)
         numbers = range(len(self._rows.parameters))
         if self._keeps_values:
             self._rows.write(self._pulled, numbers)
-            note_step(self._inner)
+            self._inner._opt_called = True  # type: ignore[attr-defined]  # or torch's schedulers warn: no step was taken
             self.is_interrupted = False
             return
         for parameter, gradient in zip(self._rows.parameters, self.arriving.gradients(numbers), strict=True):
