@@ -182,7 +182,7 @@ def test_a_flood_of_messages_is_refused_and_named(fleet, flood: str, seconds: in
 
 
 @lengths
-@pytest.mark.parametrize("names", NAMES)
+@pytest.mark.parametrize("names", ["short names", pytest.param("long names", marks=pytest.mark.slow)])
 def test_a_flood_of_requests_is_refused_and_named(fleet, names: str, seconds: int) -> None:
     facts = run(fleet, ASKS.replace("NAME", NAMES[names]), seconds, coordinated=True)
     assert facts["rank"] == 1

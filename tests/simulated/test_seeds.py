@@ -87,7 +87,7 @@ def test_a_cut_link_is_noticed_within_the_silence() -> None:
     assert seen > 20
 
 
-@pytest.mark.parametrize("world_size", [64, pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [32, *(pytest.param(size, marks=pytest.mark.slow) for size in (64, 256))])
 def test_a_large_ring_completes(world_size: int) -> None:
     begin = time.process_time()
     collectives = [

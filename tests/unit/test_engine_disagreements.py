@@ -128,7 +128,7 @@ def check(seed: int, *, named: bool) -> None:
 @pytest.mark.parametrize("named", [False, True])
 def test_nobody_waits_for_ever(named: bool) -> None:
     # The last ones found what was wrong once.
-    for seed in (*range(40), 87, 88, 95, 158, 220):
+    for seed in (*range(20), 87, 88, 95, 158, 220):
         check(seed, named=named)
 
 
