@@ -107,6 +107,7 @@ def test_sums_that_are_kept_where_nobody_may_write(kind: OpKind, monkeypatch: py
             check_simulated(world_sizes=(4,))
 
 
+@pytest.mark.slow
 def test_the_same_set_up_with_nothing_changed_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = faults.changed(OpKind.ALLREDUCE, Algorithm.RING, faults.unchanged)
     monkeypatch.setattr("totalreduce.engine.planner.program_for", honest)

@@ -26,6 +26,7 @@ def runner():
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_some_of_what_gloo_passes(runner):
     assert set(SOME) <= set(runner.gloo_passes(2))
