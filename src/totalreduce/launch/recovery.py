@@ -64,20 +64,19 @@ class RecoveryOptions:
 
     def check(self, num_workers: int, num_servers: int) -> None:
         """Raise ``ConfigurationError`` if the limits do not fit the numbers of workers and servers."""
-        num_seats = num_workers if self.max_ranks is None else self.max_ranks
-        checks.rank_limits(self.min_ranks, num_workers, num_seats)
-        most = num_servers if self.max_servers is None else self.max_servers
-        if num_servers and num_seats > num_workers:
+        most_workers, most_servers = self._limits(num_workers, num_servers)
+        checks.rank_limits(self.min_ranks, num_workers, most_workers)
+        if num_servers and most_workers > num_workers:
             raise ConfigurationError("--max-ranks is for jobs without --servers: with servers, use --max-servers")
-        if most and not num_servers:
+        if most_servers and not num_servers:
             raise ConfigurationError(
-                f"--max-servers {most} goes with --servers: a job begins with a server, or has none"
+                f"--max-servers {most_servers} goes with --servers: a job begins with a server, or has none"
             )
-        if most < num_servers:
-            raise ConfigurationError(f"--max-servers {most} is less than the number of servers, {num_servers}")
+        if most_servers < num_servers:
+            raise ConfigurationError(f"--max-servers {most_servers} is less than the number of servers, {num_servers}")
         for option, limit, number, what in (
-            ("--max-ranks", num_seats, num_workers, "workers"),
-            ("--max-servers", most, num_servers, "servers"),
+            ("--max-ranks", most_workers, num_workers, "workers"),
+            ("--max-servers", most_servers, num_servers, "servers"),
         ):
             if self.on_loss == "replace" and limit > number:
                 raise ConfigurationError(
@@ -91,8 +90,14 @@ class RecoveryOptions:
 
     def num_seats(self, num_workers: int, num_servers: int) -> int:
         """Return the number of seats of a job that begins with so many workers and servers."""
-        most_workers = num_workers if self.max_ranks is None else self.max_ranks
-        return most_workers + (num_servers if self.max_servers is None else self.max_servers)
+        return sum(self._limits(num_workers, num_servers))
+
+    def _limits(self, num_workers: int, num_servers: int) -> tuple[int, int]:
+        """Return the largest numbers of workers and of servers of such a job."""
+        return (
+            num_workers if self.max_ranks is None else self.max_ranks,
+            num_servers if self.max_servers is None else self.max_servers,
+        )
 
 
 @final

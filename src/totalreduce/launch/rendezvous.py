@@ -368,7 +368,7 @@ class Meeting:
         """Return the text of the process that has written a key; without one, write and return ``mine``."""
         try:
             return _checked(self._store.compare_set(key, "", mine))
-        except (RuntimeError, NotImplementedError):
+        except RuntimeError:  # also a NotImplementedError
             # The store does not have this method, as torch's EtcdStore, or it is gone: then the next line raises.
             if not self._store.check([key]):
                 self._store.set(key, mine)

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, final
 
 import torch
@@ -118,8 +119,9 @@ class DeferredUpdates:
         self._hooks.before_forward(self._order.relevant, WeakHook(self._before_forward))
         self._hooks.around_state_dict(model, WeakHook(self.flush))
 
+    @cached_property
     def priorities(self) -> dict[int, int]:
-        """Return the rank of each bucket in the order in which forward needs them, as far as it was watched."""
+        """The rank of each bucket in the order in which forward needs them, as far as it was watched before."""
         return self._order.bucket_priorities(self._buckets.buckets_members)
 
     def begin(self, flush: Callable[[], None]) -> None:

@@ -508,10 +508,10 @@ class DistributedOptimizer(OptimizerWrapper):
             made_dense: Whether a sparse gradient becomes a dense one. Otherwise its rows are gathered.
             parameter: The parameter.
         """
+        if self._deferred.guards_hooks:
+            self._deferred.before_gradient(parameter)
         if self._steps_locally:
             assert self._local is not None
-            if self._deferred.guards_hooks:
-                self._deferred.before_gradient(parameter)
             _note_local_gradient(self._local, self._inner, made_dense, parameter)
             if isinstance(self._local, OwnSteps) and not self._no_sync_depth:
                 with self._round.lock:
@@ -521,8 +521,6 @@ class DistributedOptimizer(OptimizerWrapper):
             return
         if made_dense and parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.to_dense()
-        if self._deferred.guards_hooks:
-            self._deferred.before_gradient(parameter)
         round_ = self._round
         if isinstance(self._unfinished, EndingPlan):
             raise ConfigurationError(self._unfinished.advice)
@@ -669,7 +667,7 @@ class DistributedOptimizer(OptimizerWrapper):
         guarded = None if self.guard is None else _guarded(self._local)
         if isinstance(self._local, DeferringSteps) and closure is None and self._deferred.possible:
             defer = functools.partial(self._deferred.begin, self.flush)
-            self._local.begin_step(self._deferred.priorities(), defer, self.flush)
+            self._local.begin_step(self._deferred.priorities, defer, self.flush)
         elif guarded is None or self.guard is None:
             result = self._local.step(closure)
         else:

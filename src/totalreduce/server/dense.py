@@ -252,7 +252,7 @@ class ServerSteps(DeferringSteps):
         client.begin_steps()
         if client.step > 1 or self._in_job or strategy.restore is not None:
             client.pull_range(0, rows.count, self._pulled).wait()
-            rows.write(self._pulled, range(len(rows.parameters)))
+            rows.write(self._pulled, rows.numbers)
         return client
 
     # ---------------------------------------------------------------------------------------------------------- steps
@@ -480,11 +480,13 @@ class ServerSteps(DeferringSteps):
         if priorities is None or flush is None:
             self._tickets.append(client.pull_range(0, rows.count, self._pulled))
         else:
-            pull = lambda begin, end: client.pull_range(begin, end, self._pulled[begin:end])  # noqa: E731
-            self.arriving.pull(priorities, pull, self._tickets, flush)
+            self.arriving.pull(priorities, self._pull_rows, self._tickets, flush)
         # Not before: a repetition waits for tickets, so that it must have them.
         self._ends_early = priorities is not None
         self.is_interrupted, self._is_unrepeatable = True, False
+
+    def _pull_rows(self, begin: int, end: int) -> Ticket:
+        return self._client.pull_range(begin, end, self._pulled[begin:end])
 
     def _end_step(self) -> None:
         """Wait for all answers, and take over what has come."""
@@ -496,13 +498,13 @@ class ServerSteps(DeferringSteps):
                 return
             self.arriving.drain()  # it was interrupted before its updates were deferred, so that none was made
         await_all(self._tickets)
-        numbers = range(len(self._rows.parameters))
+        rows = self._rows
         if self._keeps_values:
-            self._rows.write(self._pulled, numbers)
+            rows.write(self._pulled, rows.numbers)
             self._inner._opt_called = True  # type: ignore[attr-defined]  # or torch's schedulers warn: no step was taken
             self.is_interrupted = False
             return
-        for parameter, gradient in zip(self._rows.parameters, self.arriving.gradients(numbers), strict=True):
+        for parameter, gradient in zip(rows.parameters, self.arriving.gradients(rows.numbers), strict=True):
             parameter.grad = gradient
         with self._once():
             self._inner.step()
@@ -533,7 +535,7 @@ class ServerSteps(DeferringSteps):
         if self._in_job:
             client.meet()
             client.pull_range(0, self._rows.count, self._pulled).wait()
-            self._rows.write(self._pulled, range(len(self._rows.parameters)))
+            self._rows.write(self._pulled, self._rows.numbers)
             self._has_finished = True
             return
         if self._last_clock is None:
@@ -552,7 +554,7 @@ class ServerSteps(DeferringSteps):
                 name, values = f"{self._name}.last", torch.from_numpy(self._pulled)
                 self._finals.append(group.control.broadcast(values, root=last, name=name, async_op=True))
             self._finals[1].wait()
-        self._rows.write(self._pulled, range(len(self._rows.parameters)))
+        self._rows.write(self._pulled, self._rows.numbers)
         self._has_finished = True
 
     def save(self, folder: str | Path) -> None:

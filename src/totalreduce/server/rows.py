@@ -23,6 +23,7 @@ class ModelRows:
 
     Attributes:
         parameters: The parameters.
+        numbers: Their numbers.
         begins: The first row of each parameter, and the number of rows.
         count: The number of rows.
     """
@@ -30,6 +31,7 @@ class ModelRows:
     def __init__(self, parameters: Sequence[torch.nn.Parameter], dtype: np.dtype[Any]) -> None:
         """Place the parameters; ``dtype``: that of the table."""
         self.parameters, self._dtype = list(parameters), dtype
+        self.numbers = range(len(self.parameters))
         counts = [-(-parameter.numel() // WIDTH) for parameter in parameters]
         self.begins: list[int] = [0, *np.cumsum(counts).tolist()]
         self.count: int = self.begins[-1]
