@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -394,6 +395,8 @@ def test_a_weight_that_was_read_before_its_values_came_is_refused() -> None:
 
 
 def test_the_loss_of_a_rank_comes_out_of_the_forward_pass() -> None:
+    has_stepped = threading.Event()  # or the loss comes out of the step
+
     def body(group: Group) -> None:
         model, outer = ones(group)
         model(-1.0).backward()
@@ -401,9 +404,11 @@ def test_the_loss_of_a_rank_comes_out_of_the_forward_pass() -> None:
         outer.zero_grad()
         model(-1.0).backward()
         if group.rank == 1:
+            assert has_stepped.wait(10.0)
             group.close(reason="leaves")
             return
         outer.step()
+        has_stepped.set()
         with pytest.raises(PeerLost):
             model(-1.0)
         with pytest.raises(PeerLost):
