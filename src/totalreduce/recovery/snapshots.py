@@ -17,6 +17,7 @@ pickle: read only folders that you trust.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -47,8 +48,6 @@ _PART_FILE = "part.json"
 _PREFIX = "version-"
 #: The version of the format of a part, which is in its description. Raise it if a part changes.
 _FORMAT = 1
-#: Each part is written by one process alone, which torch finds worth a warning.
-_ALONE = "torch.distributed is disabled"
 
 
 @final
@@ -375,9 +374,8 @@ class Snapshots:
         shutil.rmtree(old, ignore_errors=True)
         temporary.mkdir(parents=True)
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=_ALONE)
-                save(tensors, storage_writer=FileSystemWriter(temporary), no_dist=True)
+            _ignore_warning_of_one_process()
+            save(tensors, storage_writer=FileSystemWriter(temporary), no_dist=True)
             files = {each.name: _fingerprint(each) for each in sorted(temporary.iterdir())}
             with (temporary / _PART_FILE).open("w", encoding="utf-8") as file:
                 json.dump({**about, "files": files}, file)
@@ -446,10 +444,19 @@ def _tensors_in(path: Path) -> dict[str, torch.Tensor]:
         for key, entry in entries.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=_ALONE)
-        load(tensors, storage_reader=reader, no_dist=True)
+    _ignore_warning_of_one_process()
+    load(tensors, storage_reader=reader, no_dist=True)
     return tensors
+
+
+@functools.cache
+def _ignore_warning_of_one_process() -> None:
+    """Ignore torch's warning that one process writes or reads a checkpoint by itself, as it does with each part.
+
+    The filter stays: ``warnings.catch_warnings`` is not safe in threads. When it ends, it sets back what another thread
+    has set meanwhile, and a thread writes snapshots beside training.
+    """
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 def _shard(rank: int) -> str:
