@@ -21,7 +21,7 @@ import numpy as np
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError
 from totalreduce.kernels.arrays import Array
-from totalreduce.strategies.strategy import Replica, Strategy, StrategySession
+from totalreduce.strategies.strategy import ROUNDS, Replica, Strategy, StrategySession
 
 __all__ = ["AsyncGossip", "GossipNode"]
 
@@ -54,7 +54,7 @@ class AsyncGossip(Strategy):
 
     def recovery_obstacle(self) -> str:
         """Return that ranks are at different steps."""
-        return "an exchange may be under way between two steps: use tr.Gossip()"
+        return f"an exchange may be under way between two steps. Use tr.Gossip(...). {ROUNDS}"
 
 
 @final

@@ -34,7 +34,7 @@ from typing import ClassVar, Literal, final
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError
 from totalreduce.kernels.arrays import Array
-from totalreduce.strategies.strategy import Replica, Strategy, StrategySession
+from totalreduce.strategies.strategy import ROUNDS, Replica, Strategy, StrategySession
 
 __all__ = [
     "Answer",
@@ -178,7 +178,7 @@ class ServedStrategy(Strategy):
 
     def recovery_obstacle(self) -> str:
         """Return that servers have the state."""
-        return "its servers have state that no other rank has"
+        return f"its servers have state that no other rank has. Use tr.ParameterServer(...) outside of it. {ROUNDS}"
 
     def is_synchronous(self, world_size: int) -> bool:
         """Whether it is the same as synchronous steps with so many ranks."""

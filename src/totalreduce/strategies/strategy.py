@@ -15,7 +15,10 @@ from totalreduce.kernels.arrays import Array
 from totalreduce.sparse.actions import Action, Allreduce, Exchange
 from totalreduce.sparse.coded import coded_sum
 
-__all__ = ["Pending", "Replica", "RestartableSession", "Strategy", "StrategySession", "mean_of", "plain_mean"]
+__all__ = ["ROUNDS", "Pending", "Replica", "RestartableSession", "Strategy", "StrategySession", "mean_of", "plain_mean"]
+
+#: What programs do with a strategy whose state ``tr.recoverable`` cannot keep.
+ROUNDS = "Or train in rounds of tr.attempts (docs/strategies.md, Rounds)"
 
 
 class Replica(Protocol):
