@@ -35,45 +35,39 @@ def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, inputs.square().sum(1, keepdim=True)
 
 
-def main() -> None:
-    """Train on this rank."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategy", choices=STRATEGIES, default="async")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=50, help="of a round")
-    options = parser.parse_args()
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--strategy", choices=STRATEGIES, default="async")
+parser.add_argument("--rounds", type=int, default=10)
+parser.add_argument("--steps", type=int, default=50, help="of a round")
+options = parser.parse_args()
 
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    state = tr.State(model=model, optimizer=adam)
-    for attempt in tr.attempts(state):
-        with attempt:
-            # What a round changes: the state keeps the model and the optimizer of the last round that has ended.
-            trained = copy.deepcopy(model)
-            inner = torch.optim.AdamW(trained.parameters(), lr=1e-3)
-            inner.load_state_dict(copy.deepcopy(adam.state_dict()))  # it keeps the tensors that it is given
-            sync = STRATEGIES[options.strategy]()
-            optimizer = tr.DistributedOptimizer(inner, trained, group=attempt.group, sync=sync)
-            steps = optimizer.local_steps
-            for number in range(state.version, options.rounds):
-                for step in range(number * options.steps, (number + 1) * options.steps):
-                    inputs, targets = batch(attempt.group.rank, step)
-                    optimizer.zero_grad()
-                    (trained(inputs) - targets).square().mean().backward()
-                    optimizer.step()
-                steps.finish()  # waits for all ranks; then all have the same parameters
-                if isinstance(sync, tr.AsyncGossip):
-                    tr.broadcast_optimizer_state(inner, attempt.group)
-                else:
-                    steps.load_state(steps.state())  # the state of the optimizers of all servers
-                model.load_state_dict(trained.state_dict())
-                adam.load_state_dict(copy.deepcopy(inner.state_dict()))
-                attempt.commit()
-            optimizer.close()
-    digest = hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in model.parameters())).hexdigest()[:16]
-    print(f"rank {os.environ['RANK']}: {state.version} rounds, parameters {digest}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
+adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
+state = tr.State(model=model, optimizer=adam)
+for attempt in tr.attempts(state):
+    with attempt:
+        # What a round changes: the state keeps the model and the optimizer of the last round that has ended.
+        trained = copy.deepcopy(model)
+        inner = torch.optim.AdamW(trained.parameters(), lr=1e-3)
+        inner.load_state_dict(copy.deepcopy(adam.state_dict()))  # it keeps the tensors that it is given
+        sync = STRATEGIES[options.strategy]()
+        optimizer = tr.DistributedOptimizer(inner, trained, group=attempt.group, sync=sync)
+        steps = optimizer.local_steps
+        for number in range(state.version, options.rounds):
+            for step in range(number * options.steps, (number + 1) * options.steps):
+                inputs, targets = batch(attempt.group.rank, step)
+                optimizer.zero_grad()
+                (trained(inputs) - targets).square().mean().backward()
+                optimizer.step()
+            steps.finish()  # waits for all ranks; then all have the same parameters
+            if isinstance(sync, tr.AsyncGossip):
+                tr.broadcast_optimizer_state(inner, attempt.group)
+            else:
+                steps.load_state(steps.state())  # the state of the optimizers of all servers
+            model.load_state_dict(trained.state_dict())
+            adam.load_state_dict(copy.deepcopy(inner.state_dict()))
+            attempt.commit()
+        optimizer.close()
+digest = hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in model.parameters())).hexdigest()[:16]
+print(f"rank {os.environ['RANK']}: {state.version} rounds, parameters {digest}", flush=True)
