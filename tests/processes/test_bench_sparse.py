@@ -66,7 +66,7 @@ def check_figure(figure, ranks):
             steps, rank["parts"], rank["bytes"], strict=True
         ):
             assert all(part >= 0 for part in parts)
-            assert sum(parts) <= seconds < sum(parts) + 1.0
+            assert sum(parts) <= seconds < sum(parts) + 10.0
             # A header of some dozens of bytes for each message; the fast lane has no messages.
             assert payload_sent <= sent < payload_sent + 5000
             assert payload_received <= received < payload_received + 5000

@@ -11,7 +11,7 @@ import pytest
 
 VICTIM, SURVIVORS = 2, (0, 1)
 #: After a deadline, and after the silence by which a rank counts as lost.
-MARGIN_S = 1.0
+MARGIN_S = 4.0
 
 PROGRAM = """
 import json

@@ -155,7 +155,7 @@ def test_a_living_child_does_not_hide_the_death_of_its_parent(fleet, transport: 
     finally:
         fleet.end(children[1])
     assert facts["rank"] == 1
-    assert facts["at"] - since < 1.0
+    assert facts["at"] - since < 5.0  # the child lives on for half a minute
 
 
 def test_what_else_lives_in_a_child(fleet) -> None:

@@ -44,7 +44,7 @@ def test_one_rank_is_told_and_all_write_one_version(zygote, tmp_path, loop, on_l
     recovery = None if on_loss is None else RecoveryOptions(on_loss=on_loss)
     expected = undisturbed(zygote.python, tmp_path / "plain", 3, *loop, *SIZE)
     folder = tmp_path / "folder"
-    arguments = [*loop, "--step-ms", "20", "--every", "1000"]
+    arguments = [*loop, "--step-ms", "60", "--every", "1000"]
     result, output = run(zygote.python, folder, *arguments, told=2, recovery=recovery)
     assert result.exit_code == os.EX_TEMPFAIL, result.errors
     assert [worker.exit_code for worker in result.workers] == [os.EX_TEMPFAIL] * 3

@@ -184,7 +184,7 @@ if rank == 1:
     open(dying, "w").close()
     os.kill(os.getpid(), signal.SIGKILL)
 while not os.path.exists(dying): time.sleep(0.01)
-time.sleep(0.5)
+time.sleep(2)
 print("rank 1 is lost", file=sys.stderr); sys.exit(1)"""
     )
     summary = tmp_path / "summary.json"

@@ -35,7 +35,7 @@ def by_rank(files):
     return {rank: variables(tls) for rank, tls in enumerate(files)}
 
 
-@pytest.mark.parametrize(("number", "limit_s"), [(signal.SIGKILL, 1.0), (signal.SIGSTOP, 3.0)])
+@pytest.mark.parametrize(("number", "limit_s"), [(signal.SIGKILL, 3.0), (signal.SIGSTOP, 6.0)])
 def test_a_job_over_tls_and_the_loss_of_a_rank(fleet, rank_tls, number, limit_s):
     workers = fleet.start(3, WORK, by_rank=by_rank(rank_tls[:3]))
     for worker in workers:
