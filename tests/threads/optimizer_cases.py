@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -11,6 +13,7 @@ from totalreduce.foundation.errors import DeadlineExceededError, MissingTensorEr
 from totalreduce.foundation.observer import Observer
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.optimizer import DistributedOptimizer
+from totalreduce.server.connection import Connection
 
 torch.set_num_threads(1)  # several ranks share the test machine's few cores
 
@@ -143,6 +146,29 @@ class Branches(torch.nn.Module):
         hidden = torch.tanh(self.stem(inputs))
         chosen = self.left if branch == "left" else self.right
         return self.head(torch.tanh(chosen(hidden)))
+
+
+@contextlib.contextmanager
+def impatient(group: Group, timeout_s: float = 0.3, client: Connection | None = None) -> Iterator[None]:
+    """Let this rank alone run out of time soon: a test's other calls, and its other ranks, keep their usual time-out.
+
+    Operations that begin within it keep this time-out: a later call that waits for one of them may have to be repeated.
+
+    Args:
+        group: Whose waits and operations get the time-out.
+        timeout_s: The time-out in seconds.
+        client: A parameter server's client, whose requests get it too.
+    """
+    engine = group._runner.engine
+    usual, engine.config = engine.config, dataclasses.replace(engine.config, timeout_s=timeout_s)
+    if client is not None:
+        before, client._timeout_s = client._timeout_s, timeout_s
+    try:
+        yield
+    finally:
+        engine.config = usual
+        if client is not None:
+            client._timeout_s = before
 
 
 def repeat_until_done(call: Callable[[], object], meanwhile: Callable[[], object] = lambda: None) -> int:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
+import threading
 
 import pytest
 import torch
-from optimizer_cases import all_equal, flat, repeat_until_done
+from optimizer_cases import all_equal, flat, impatient, repeat_until_done
 
 import totalreduce as tr
-from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.optimizer import DistributedOptimizer
@@ -127,23 +126,26 @@ def test_what_codes_do_not_express_comes_with_later_averages() -> None:
 
 
 def test_join_can_be_repeated_after_a_time_out() -> None:
+    late = threading.Event()
+
     def body(group: Group) -> torch.Tensor:
         model, optimizer = wrap(group, tr.LocalSGD(period=PERIOD))
         if group.rank == 0:
-            with pytest.raises(DeadlineExceededError):
+            with pytest.raises(DeadlineExceededError), impatient(group):
                 optimizer.join()
+            late.set()
             model.point.grad = torch.ones_like(model.point)
             with pytest.raises(ConfigurationError, match="repeat join"):
                 optimizer.step()
         else:
-            time.sleep(0.8)
+            assert late.wait(20)
             for _ in range(4):
                 step(model, optimizer, group.rank)
         repeat_until_done(optimizer.join)
         optimizer.close()
         return flat(model)
 
-    results = run_ranks(2, body, engine=EngineConfig(timeout_s=0.4))
+    results = run_ranks(2, body)
     assert all_equal(results)
     assert results[0][0] > 10
 

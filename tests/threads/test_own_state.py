@@ -1,15 +1,15 @@
 """What a rank has for itself, with ranks as threads: what a new process gets of it, and calls that are repeated."""
 
+import contextlib
 import logging
-import time
+import threading
 
 import pytest
 import torch
-from optimizer_cases import repeat_until_done
+from optimizer_cases import impatient, repeat_until_done
 
 import totalreduce as tr
-from totalreduce.foundation.config import EngineConfig
-from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError
 from totalreduce.recovery.forming import send_state
 from totalreduce.recovery.membership import Decision, Member
 from totalreduce.recovery.optimizers import Optimizers
@@ -216,30 +216,44 @@ PLACES = ["step", "send", "begin"]
 def test_a_step_that_has_run_out_of_time_may_be_repeated(place: str, num_elements: int, names) -> None:
     """In the second block of three, rank 1 is late: to the step, to the exchange of copies, or to the vote."""
 
+    out_of_time = [threading.Event() for _ in range(3)]
+
     def body(group):
         process = Process(group, num_elements, names)
         process.enter(group, members(0, 0, 0, version=0), has_state=False)
 
         def delay(call):
             def delayed(*arguments):
-                if process.state.version == 1 and not slept:
-                    slept.append(True)
-                    time.sleep(0.7)
+                if process.state.version == 1:
+                    assert all(out_of_time[rank].wait(20) for rank in (0, 2))
                 return call(*arguments)
 
             return delayed
 
-        slept = []
+        def note(step):
+            def noted():
+                try:
+                    step()
+                except DeadlineExceededError:
+                    out_of_time[group.rank].set()
+                    raise
+
+            return noted
+
         if group.rank == 1:
             where = {"step": process.wrapped["first"], "send": process.own, "begin": process.own.vote}[place]
             setattr(where, place, delay(getattr(where, place)))
-        for _ in range(3):
-            process.block()
+        else:
+            process.wrapped["first"].step = note(process.wrapped["first"].step)
+        with contextlib.nullcontext() if group.rank == 1 else impatient(group):
+            process.own.vote.prepare()  # again: prepared operations keep the time-out of their preparation
+            for _ in range(3):
+                process.block()
         group.barrier()
         copies = process.own._replicas
         return process.model.first.weight.tolist(), process.model.mine[0].item(), copies.seats(3), process.num_repeated
 
-    ranks = run_ranks(3, body, engine=EngineConfig(timeout_s=0.3))
+    ranks = run_ranks(3, body)
     for rank, (weight, mine, seats, _) in enumerate(ranks):
         assert weight == pytest.approx([pytest.approx([1.0 - 3 * 0.1 * 2.0] * 3)] * 2)
         assert mine == 3.0 * (1 + rank)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from optimizer_cases import OPTIMIZERS, Net, all_equal, batches, flat, loss_of, repeat_until_done
+from optimizer_cases import OPTIMIZERS, Net, all_equal, batches, flat, impatient, loss_of, repeat_until_done
 
 import totalreduce as tr
-from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.errors import ConfigurationError, PeerLost, SlowWorkersError
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.optimizer import DistributedOptimizer
@@ -305,17 +303,20 @@ def test_an_interruption_of_a_copy_is_repaired(monkeypatch: pytest.MonkeyPatch) 
 def test_a_step_that_was_to_wait_is_repeated_as_such() -> None:
     """No module has run before the first call, and one has before the second one."""
 
+    late = threading.Event()
+
     def body(group: Group) -> None:
         model, outer = ones(group)
         for layer in model.layers:
             layer.weight.grad = torch.full_like(layer.weight, -1.0)
         if group.rank == 0:
-            with pytest.raises(SlowWorkersError):
+            with pytest.raises(SlowWorkersError), impatient(group, client=outer.local_steps._client):
                 outer.step()
             with torch.no_grad():
                 model(1.0)
+            late.set()
         else:
-            time.sleep(0.7)
+            assert late.wait(20)
         repeat_until_done(outer.step)
         assert not outer._deferred.pending
         assert weights(model) == [1.0] * 4
@@ -326,42 +327,48 @@ def test_a_step_that_was_to_wait_is_repeated_as_such() -> None:
         outer.close()
         assert weights(model) == [2.0] * 4
 
-    run_ranks(2, body, engine=EngineConfig(timeout_s=0.4))
+    run_ranks(2, body)
 
 
 def test_a_forward_pass_that_ran_out_of_time_is_repeated() -> None:
+    late = threading.Event()
+
     def body(group: Group) -> list[float]:
         model, outer = ones(group)
         for step in range(3):
             outer.zero_grad()
             if group.rank == 0 and step == 2:
-                with pytest.raises(SlowWorkersError):
+                with pytest.raises(SlowWorkersError), impatient(group, client=outer.local_steps._client):
                     model(-1.0)
+                late.set()
             repeat_until_done(lambda: model(-1.0))
             loss = model(-1.0)
             if group.rank == 1 and step == 1:
-                time.sleep(0.9)
+                assert late.wait(20)
             loss.backward()
             repeat_until_done(outer.step)
         repeat_until_done(outer.local_steps.finish)
         outer.close()
         return weights(model)
 
-    assert run_ranks(2, body, engine=EngineConfig(timeout_s=0.4)) == [[3.0] * 4] * 2
+    assert run_ranks(2, body) == [[3.0] * 4] * 2
 
 
 def test_a_step_with_a_closure_that_ran_out_of_time_may_end_without_it() -> None:
+    late = threading.Event()
+
     def body(group: Group) -> list[float]:
         model, outer = ones(group)
         model(-1.0).backward()
         outer.step()
         outer.zero_grad()
         if group.rank == 0:
-            with pytest.raises(SlowWorkersError):
+            with pytest.raises(SlowWorkersError), impatient(group, client=outer.local_steps._client):
                 outer.step(lambda: model(-1.0).backward())
+            late.set()
             repeat_until_done(outer.step)
         else:
-            time.sleep(0.7)
+            assert late.wait(20)
             model(-1.0).backward()
             outer.step()
         outer.flush()
@@ -373,7 +380,7 @@ def test_a_step_with_a_closure_that_ran_out_of_time_may_end_without_it() -> None
         outer.close()
         return weights(model)
 
-    assert run_ranks(2, body, engine=EngineConfig(timeout_s=0.4)) == [[3.0] * 4] * 2
+    assert run_ranks(2, body) == [[3.0] * 4] * 2
 
 
 def test_a_weight_that_was_read_before_its_values_came_is_refused() -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from optimizer_cases import OPTIMIZERS, Factory, Net, all_equal, batches, flat, loss_of, repeat_until_done
+from optimizer_cases import OPTIMIZERS, Factory, Net, all_equal, batches, flat, impatient, loss_of, repeat_until_done
 
 import totalreduce as tr
-from totalreduce.foundation.config import EngineConfig
-from totalreduce.foundation.errors import ConfigurationError, PeerLost, SlowWorkersError
+from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, PeerLost, SlowWorkersError
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.optimizer import DistributedOptimizer
 from totalreduce.tensors.work import Work
@@ -145,24 +145,33 @@ def test_every_gradient_counts_once(world_size: int, optimizer: str, rule: ps.Co
 
 
 def test_a_slow_rank_holds_others_back_by_the_bound_alone() -> None:
-    def body(group: Group) -> tuple[float, dict[int, int]]:
+    """Rank 1 takes three steps before the first one of rank 0, and the fourth one before the second one of rank 0."""
+    third, slow, fourth = threading.Event(), threading.Event(), threading.Event()
+
+    def body(group: Group) -> dict[int, int]:
         model = Counting()
         sync = tr.ParameterServer(consistency=ps.Bounded(3))
         outer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, group=group, sync=sync)
-        begin = time.monotonic()
-        for _ in range(4):
+        for number in range(4):
             outer.zero_grad()
             model(1.0).backward()
-            time.sleep(0.3 if group.rank == 0 else 0.0)
+            if (group.rank, number) == (0, 0):
+                assert third.wait(20)
+                time.sleep(0.1)
+                slow.set()
+            elif (group.rank, number) == (0, 1):
+                assert fourth.wait(20)
+            elif (group.rank, number) == (1, 3):
+                third.set()
             outer.step()
-        seconds = time.monotonic() - begin
+            if (group.rank, number) == (1, 3):
+                assert slow.is_set()
+                fourth.set()
         outer.local_steps.finish()
         outer.close()
-        return seconds, dict(outer.local_steps.statistics().staleness)
+        return dict(outer.local_steps.statistics().staleness)
 
-    (slow, _), (fast, staleness) = run_ranks(2, body)
-    assert slow >= 1.2
-    assert 0.2 < fast < 1.0  # the last step waits for the end of the first one of rank 0
+    _, staleness = run_ranks(2, body)
     assert max(staleness) == 3
 
 
@@ -556,7 +565,9 @@ def test_a_step_that_has_failed_fails_again() -> None:
 def test_the_last_parameters_can_be_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1, which has them, sends them late."""
 
-    def body(group: Group) -> tuple[int, list[float], int]:
+    out_of_time = threading.Event()
+
+    def body(group: Group) -> tuple[list[float], int]:
         model = Counting()
         sync = tr.ParameterServer(servers=[0], optimizer="worker")
         outer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, group=group, sync=sync)
@@ -565,21 +576,25 @@ def test_the_last_parameters_can_be_waited_for_again(monkeypatch: pytest.MonkeyP
         broadcast = group.control.broadcast
 
         def late(*arguments: object, **settings: object) -> Work:
-            time.sleep(0.7)
+            assert out_of_time.wait(20)
             return broadcast(*arguments, **settings)
 
         if group.rank == 1:
             monkeypatch.setattr(group.control, "broadcast", late)
-        late_by = repeat_until_done(outer.local_steps.finish)
+        else:
+            with pytest.raises(DeadlineExceededError), impatient(group, client=outer.local_steps._client):
+                outer.local_steps.finish()
+            out_of_time.set()
+        repeat_until_done(outer.local_steps.finish)
         outer.close()
-        return late_by, flat(model).unique().tolist(), outer.local_steps.steps_taken
+        return flat(model).unique().tolist(), outer.local_steps.steps_taken
 
-    (repeated, *first), (_, *second) = run_ranks(2, body, engine=EngineConfig(timeout_s=0.4))
-    assert repeated > 0
-    assert first == second == [[1.0], 1]
+    assert run_ranks(2, body) == [([1.0], 1)] * 2
 
 
 def test_a_step_that_ran_out_of_time_is_repeated_and_counts_once() -> None:
+    late = threading.Event()
+
     def body(group: Group) -> torch.Tensor:
         model = Counting()
         sync = tr.ParameterServer(servers=[0])
@@ -588,20 +603,21 @@ def test_a_step_that_ran_out_of_time_is_repeated_and_counts_once() -> None:
             outer.zero_grad()
             model(-1.0).backward()
             if group.rank == 1 and step == 1:
-                time.sleep(0.7)
+                assert late.wait(20)
             if group.rank == 0 and step == 1:
-                with pytest.raises(SlowWorkersError):
+                with pytest.raises(SlowWorkersError), impatient(group, client=outer.local_steps._client):
                     outer.step()
                 with pytest.raises(ConfigurationError, match="interrupted"):
                     model(-1.0).backward()
                 for parameter in model.parameters():
                     parameter.grad = None
+                late.set()
             repeat_until_done(outer.step)
         repeat_until_done(outer.local_steps.finish)
         outer.close()
         return flat(model)
 
-    for parameters in run_ranks(2, body, engine=EngineConfig(timeout_s=0.4)):
+    for parameters in run_ranks(2, body):
         assert parameters.unique().tolist() == [2.0]
 
 
