@@ -369,6 +369,7 @@ def test_a_deadline_names_the_late_rank_and_the_operation_goes_on() -> None:
             group.allreduce(tensor, name="late").wait()
         else:
             work = group.allreduce(tensor, name="late")
+            both_others.wait(20)
             with pytest.raises(tr.DeadlineExceededError) as caught:
                 work.wait(timeout_s=0.5)
             text = str(caught.value)
@@ -377,7 +378,7 @@ def test_a_deadline_names_the_late_rank_and_the_operation_goes_on() -> None:
         assert tensor.tolist() == [3.0] * 10
         return text
 
-    barrier = threading.Barrier(3)
+    barrier, both_others = threading.Barrier(3), threading.Barrier(2)
     for rank, text in enumerate(on_one_host(3, body)):
         if rank != 1:
             assert "never submitted by rank(s) 1" in text
@@ -417,9 +418,12 @@ def test_a_rank_that_leaves_before_it_takes_part_is_named() -> None:
 
 def test_closing_fails_what_is_pending() -> None:
     groups = make_groups(2, transport="shm", hosts=[0, 0])
-    for thread in [threading.Thread(target=group.barrier) for group in groups]:
+    threads = [threading.Thread(target=group.barrier) for group in groups]
+    for thread in threads:
         thread.start()
-    time.sleep(0.2)
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
     works = [groups[0].allreduce(torch.ones(size)) for size in (4, 400_000)]
     assert lane_of(groups[0]).carried
     groups[0].close()

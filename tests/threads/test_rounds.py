@@ -1,5 +1,6 @@
 """Ranks that meet in a store with the entries of earlier rounds."""
 
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -44,7 +45,7 @@ def test_ranks_of_a_round_that_came_to_nothing_do_not_disturb_the_next_one():
 
     with ThreadPoolExecutor(2) as pool:
         errors = list(pool.map(first, range(2)))
-    assert "rank(s) 2 did not come" in errors[0]
+    assert re.search(r"rank\(s\) (1, )?2 did not come", errors[0])  # rank 1 may have answered just after the end
     stale = store.get("totalreduce/rounds/group/now").decode()
     names = enter(store, 3, late=0)
     assert len(set(names)) == 1

@@ -21,7 +21,7 @@ from totalreduce.strategies.averaging import LocalSGD
 from totalreduce.testing import run_ranks
 
 #: A pause is long beside the time by which the end of the first step, from which on steps are timed, may be late.
-STEPS, PAUSE_S = 5, 0.05
+STEPS, PAUSE_S = 4, 0.1
 SYNCS = {
     "dense": None,
     "sparse": TopkA(density=0.25),

@@ -118,7 +118,7 @@ def test_rank_0_marks_when_each_rank_was_ready(tmp_path):
         coordinator = group.coordinate()
         if group.rank == 1:
             others_have_asked.wait()
-            time.sleep(0.2)
+            time.sleep(1.0)
         work = coordinator.allreduce(torch.ones(4), name="w")
         if group.rank != 1:
             others_have_asked.wait()
