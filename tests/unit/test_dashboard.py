@@ -5,6 +5,7 @@ import http.client
 import json
 import logging
 import socket
+import threading
 import time
 
 import pytest
@@ -188,12 +189,19 @@ def test_a_page_that_does_not_read_is_dropped(board, monkeypatch):
     monkeypatch.setattr(dashboards._Handler, "timeout", 0.2)
     board.write_job({"job": "x" * 1_000_000})
     with Dashboard(board, token=TOKEN) as page:
+        taken, acquire = threading.Event(), page.views._streams.acquire
+
+        def take(*, blocking):
+            is_taken = acquire(blocking=blocking)
+            if is_taken:
+                taken.set()
+            return is_taken
+
+        monkeypatch.setattr(page.views._streams, "acquire", take)
         lagging = socket.create_connection(("127.0.0.1", page.port))
         lagging.sendall(f"GET /events HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
         give_up_at = time.monotonic() + 20.0
-        while page.views._streams._value == dashboards._STREAMS_MAX and time.monotonic() < give_up_at:
-            time.sleep(0.01)
-        assert page.views._streams._value == dashboards._STREAMS_MAX - 1
+        assert taken.wait(20)
         while page.views._streams._value < dashboards._STREAMS_MAX:
             assert time.monotonic() < give_up_at
             time.sleep(0.01)

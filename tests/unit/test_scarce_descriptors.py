@@ -47,9 +47,9 @@ def test_connections_that_cannot_be_accepted_wait_without_a_loop(descriptors, ca
     descriptors.exhaust(leave=1)
     turn_until(time.monotonic() + 0.55, 3)
     assert len(accepted) == 1
-    assert 3 <= rounds <= 16
+    assert 2 <= rounds <= 16
     failures = numbers_in(caplog)
-    assert failures in (NUMBERS[:2], NUMBERS[:3])
+    assert failures in (NUMBERS[:1], NUMBERS[:2], NUMBERS[:3])
     assert all(text.startswith("rank 3 cannot accept a connection") for text in caplog.messages)
     descriptors.free(4)
     turn_until(time.monotonic() + 10, 3)
