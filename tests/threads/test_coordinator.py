@@ -1658,6 +1658,7 @@ def test_a_stall_is_reported_and_then_ends_the_agreement(
     size: int, transport: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = CoordinationConfig(stall_warning_s=0.2, stall_abort_s=0.8)
+    others = threading.Barrier(size - 1)
 
     def body(group: tr.Group) -> tr.StallError:
         coordinator = group.coordinate(config=config)
@@ -1670,6 +1671,7 @@ def test_a_stall_is_reported_and_then_ends_the_agreement(
             with pytest.raises(tr.StallError) as caught:
                 coordinator.allreduce(torch.ones(2), name="late")
         else:
+            others.wait(20)  # rank 0 is to be the only one that is late
             with pytest.raises(tr.StallError) as caught:
                 coordinator.allreduce(torch.ones(2), name="late").wait(timeout_s=20.0)
         assert 0.7 < time.monotonic() - begin < 15.0
