@@ -403,10 +403,8 @@ class Job:
         sent_bytes = sent / (block * len(step_s))
         if self.rank == 0:
             own, other = (statistics.median(seconds) * 1000 for seconds in (step_s, alone_s))
-            print(
-                f"{method.text}: {own:.1f} ms for a step, {other:.1f} ms without communication, "
-                f"{sent_bytes / 1024:.0f} KiB sent"
-            )
+            counted = f", {sent_bytes / 1024:.0f} KiB sent" if options.interface is not None else ""
+            print(f"{method.text}: {own:.1f} ms for a step, {other:.1f} ms without communication{counted}")
         return {"method": method.text, "seed": 0, "step_s": step_s, "alone_s": alone_s, "sent_bytes": sent_bytes}
 
     def largest(self, values: Tensor) -> Tensor:

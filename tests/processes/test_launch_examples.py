@@ -171,7 +171,7 @@ def find_mpirun(where):
     return None if found is None or Path(found) == beside else Path(found)
 
 
-@pytest.fixture(params=["beside this Python", "in PATH"])
+@pytest.fixture(params=["beside this Python", pytest.param("in PATH", marks=pytest.mark.slow)])
 def mpirun(request):
     found = find_mpirun(request.param)
     if found is None:

@@ -43,7 +43,9 @@ say("done", wrong=wrong)
 """
 
 
-@pytest.mark.parametrize(("world_size", "in_flight"), [(2, 1), (4, 2), (5, 1), (5, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "in_flight"), [(2, 1), (4, 2), pytest.param(5, 1, marks=pytest.mark.slow), (5, 2)]
+)
 def test_blocks_arrive_as_they_were_sent(fleet, world_size, in_flight):
     workers = fleet.start(world_size, JOB, IN_FLIGHT=str(in_flight))
     for worker in workers:

@@ -26,7 +26,7 @@ def after(num_gradients: int) -> list[list[float]]:
 
 
 @pytest.mark.usefixtures("warm_python")
-@pytest.mark.parametrize("on_loss", ["replace", "shrink"])
+@pytest.mark.parametrize("on_loss", [pytest.param("replace", marks=pytest.mark.slow), "shrink"])
 @pytest.mark.parametrize(
     "strategy", [SERVED[0], *(pytest.param(each, marks=pytest.mark.slow) for each in [*SERVED[1:], "async_gossip"])]
 )
