@@ -368,8 +368,9 @@ class Meeting:
         """Return the text of the process that has written a key; without one, write and return ``mine``."""
         try:
             return _checked(self._store.compare_set(key, "", mine))
-        except RuntimeError:  # also a NotImplementedError
-            # The store does not have this method, as torch's EtcdStore, or it is gone: then the next line raises.
+        except RuntimeError:
+            # The store lacks this method, as torch's EtcdStore (NotImplementedError, which is a RuntimeError), or it is
+            # gone: then the next line raises.
             if not self._store.check([key]):
                 self._store.set(key, mine)
             return _text_of(self._store, key)

@@ -178,7 +178,7 @@ class ServedStrategy(Strategy):
 
     def recovery_obstacle(self) -> str:
         """Return that servers have the state."""
-        return f"its servers have state that no other rank has. Use tr.ParameterServer(...) outside of it. {ROUNDS}"
+        return f"its servers have state that no other rank has. Use tr.ParameterServer(...). {ROUNDS}"
 
     def is_synchronous(self, world_size: int) -> bool:
         """Whether it is the same as synchronous steps with so many ranks."""
