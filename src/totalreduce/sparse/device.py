@@ -21,6 +21,7 @@ from torch import Tensor
 from totalreduce.kernels import device as plain
 from totalreduce.kernels.arrays import Array
 from totalreduce.kernels.device import DeviceKernels
+from totalreduce.kernels.merging import found_in
 from totalreduce.kernels.selection import Kth, radix_select
 from totalreduce.sparse.accumulator import Accumulator, HostAccumulator
 from totalreduce.sparse.candidates import Candidates
@@ -111,10 +112,8 @@ class DeviceAccumulator(Accumulator):
             tensor[places] += chosen
 
     def keep_rest(self, indices: Array, values: Array, sent: Array, applied: Array) -> None:
-        if applied.size:
-            nearest = np.minimum(np.searchsorted(applied, indices), applied.size - 1)
-            common = applied[nearest] == indices
-            self.put(indices[common], (values - sent)[common])
+        common = found_in(indices, applied)
+        self.put(indices[common], (values - sent)[common])
 
     def take(self, indices: Array) -> Array:
         parts = [tensor[places].cpu().numpy() for tensor, places, _ in self._places(indices)]
