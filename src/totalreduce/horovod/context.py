@@ -34,8 +34,9 @@ from totalreduce.pytorch.optimizer import DistributedOptimizer
 
 __all__ = ["Context", "Locality", "Members", "context"]
 
-#: Back ends of torch.distributed that send CPU memory. The library's own transports are at least as fast.
-_CPU_BACKENDS = frozenset({"gloo", "mpi", "totalreduce", "fake"})
+#: Back ends of torch.distributed that are not used for tensors on devices. "totalreduce" is: it copies them to pinned
+#: memory and back, in order with the kernels of the program.
+_NOT_FOR_DEVICES = frozenset({"gloo", "mpi", "fake"})
 _STALL_WARNING_S = 10.0
 #: Share of the time-out after which all ranks together give up an operation that some rank does not submit, with one
 #: error. The rest of the time is for messages about it, before a rank's own wait ends.
@@ -472,13 +473,12 @@ def _default_config(timeout_s: float | None) -> CoordinationConfig:
 
 
 def _is_on_accelerators() -> bool:
-    """Whether the program's process group has a library for tensors on devices (NCCL and its like)."""
+    """Whether the program's process group takes tensors on devices (NCCL and its like, "totalreduce")."""
     if not (dist.is_available() and dist.is_initialized() and torch.accelerator.is_available()):
         return False
-    # One name, or one for each kind of device: "cpu:gloo,cuda:nccl".
-    return any(
-        part.rpartition(":")[2] not in _CPU_BACKENDS for part in str(dist.get_backend_config()).lower().split(",")
-    )
+    config = str(dist.get_backend_config()).lower()  # "cpu:gloo,cuda:nccl"
+    parts = [part.rpartition(":") for part in config.split(",")]
+    return any(device != "cpu" and name not in _NOT_FOR_DEVICES for device, _, name in parts)
 
 
 def _check_complete(comm: Any, everybody: range) -> None:

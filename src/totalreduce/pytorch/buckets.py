@@ -57,8 +57,9 @@ class ParameterSpec:
         """
         if parameter.device.type != "cpu" and not any_device:
             raise UnsupportedError(
-                f"parameter {name!r} is on {parameter.device}: this group's transport reads CPU memory "
-                "only. Move the model to the CPU before building the optimizer, or use tr.init(transport='torch')."
+                f"parameter {name!r} is on {parameter.device}: this group's transport reads CPU memory only. Move the "
+                "model to the CPU. Or call torch.distributed.init_process_group('nccl'), or 'totalreduce', before the "
+                "group is made, and tr.init(transport='torch'), which hvd.init() chooses by itself."
             )
         if not parameter.dtype.is_floating_point:
             raise UnsupportedError(
