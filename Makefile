@@ -41,7 +41,7 @@ check: lint
 torch-suite: $(STAMP)
 	$(BIN)/python tests/torch_suite/run.py $(ARGS)
 
-# What one GPU can show, in eight minutes and without a network: with .venv if it is there, else with PYTHON as it is.
+# What one GPU can show, in ten minutes and without a network: with .venv if it is there, else with PYTHON as it is.
 gpu:
 	PYTHONPATH=src $(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON)) tests/gpu/run.py $(ARGS)
 

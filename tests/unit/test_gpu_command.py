@@ -44,11 +44,12 @@ def test_without_a_gpu_every_check_is_skipped_with_the_reason(gpu, tmp_path, cap
     ],
 )
 def test_what_a_check_comes_to(gpu, monkeypatch, capsys, name, code, text, outcome) -> None:
+    monkeypatch.setattr(gpu, "_compile", lambda: None)
     monkeypatch.setattr(gpu, "_call", lambda command, limit_s: (code, text))
     monkeypatch.setattr(gpu, "machine", dict)
     monkeypatch.setattr(gpu, "why_not", lambda: "")
     assert gpu.main([name]) == (1 if outcome == "failed" else 0)
-    assert capsys.readouterr().out.startswith(f"{name:<12}{outcome}")
+    assert capsys.readouterr().out.startswith(f"{name:<17}{outcome}")
 
 
 def test_checks_that_find_no_time_are_skipped(gpu, monkeypatch, capsys) -> None:
