@@ -49,6 +49,7 @@ class World:
     ``crashes``: after how many events which seats are lost.
     ``begin_crashes``: in which step of the begin of an epoch, counted in all epochs, which seat is lost.
     ``replaces``: whether the next epoch waits for a process in place of the lost one, or begins without it.
+    ``arrivals``: after how many events which workers come that were not there when the job began.
     ``saves``: the steps at whose begin the workers save.
     ``holds``: whether workers withdraw a push in some steps, and hold another one until the step ends.
     """
@@ -70,6 +71,7 @@ class World:
         crashes: dict[int, tuple[int, ...]] | None = None,
         begin_crashes: dict[int, int] | None = None,
         replaces: bool = True,
+        arrivals: dict[int, int] | None = None,
         saves: tuple[int, ...] = (),
         holds: bool = False,
     ) -> None:
@@ -79,9 +81,11 @@ class World:
         self.layout = Layout(NUM_KEYS, range(len(servers) if shards is None else shards))
         self.spec = Spec(NUM_KEYS, num_workers, np.dtype(np.float32 if codec else np.float64), codec)
         self.crashes, self.begin_crashes, self.replaces = dict(crashes or {}), dict(begin_crashes or {}), replaces
-        self.is_safe = bool(self.crashes or self.begin_crashes)
+        self.arrivals = dict(arrivals or {})
+        self.to_come = set(self.arrivals.values())
+        self.is_safe = bool(self.crashes or self.begin_crashes or self.arrivals)
         self.incarnations = dict.fromkeys(sorted({*range(num_workers), *servers}), 0)
-        self.processes = {seat: Process(self, seat, 0) for seat in self.incarnations}
+        self.processes = {seat: Process(self, seat, 0) for seat in self.incarnations if seat not in self.to_come}
         self.saves, self.holds = saves, holds
         #: By step and shard: the values that were written.
         self.saved: dict[int, dict[int, np.ndarray]] = {}
@@ -111,7 +115,7 @@ class World:
 
     @property
     def clients(self) -> list[Client]:
-        return [self.processes[worker].client for worker in range(self.num_workers)]
+        return [self.processes[worker].client for worker in range(self.num_workers) if worker not in self.to_come]
 
     @property
     def shards(self) -> dict[int, Shard]:
@@ -142,7 +146,7 @@ class World:
         self.order += 1
 
     def run(self) -> World:
-        while self.events and not (len(self.finished) == self.num_workers and self.quiet() and not self.absent):
+        while self.events and not (self.all_finished and self.quiet() and not self.absent):
             self.now, _, event = heapq.heappop(self.events)
             assert self.now < 10_000, "the workers do not come to an end"
             self.num_events += 1
@@ -151,8 +155,14 @@ class World:
                 self.watch_clocks()
             for seat in self.crashes.pop(self.num_events, ()):
                 self.lose(seat)
-        assert len(self.finished) == self.num_workers, f"{self.finished} of {self.num_workers} workers have finished"
+            if self.num_events in self.arrivals:
+                self.come(self.arrivals.pop(self.num_events))
+        assert self.all_finished, f"{self.finished} of {self.num_workers} workers have finished"
         return self
+
+    @property
+    def all_finished(self) -> bool:
+        return len(self.finished | self.to_come) == self.num_workers
 
     def quiet(self) -> bool:
         idle = all(client is None or client.is_idle for client in self.clients)
@@ -172,7 +182,7 @@ class World:
 
     def lose(self, seat: int) -> None:
         """End a process now; the others notice it later."""
-        if seat in self.absent:
+        if seat in self.absent | self.to_come:
             return
         self.losses += 1
         self.absent.add(seat)
@@ -180,6 +190,12 @@ class World:
         # To some of the others, nothing of what is under way arrives.
         self.cut |= {(seat, other) for other in self.processes if self.random.random() < 0.5}
         self.at(self.random.random(), ("notice", self.epoch))
+
+    def come(self, seat: int) -> None:
+        """Have a process join that was not there when the job began."""
+        self.to_come.remove(seat)
+        self.processes[seat] = Process(self, seat, 0)
+        self.begin_epoch()
 
     def on_notice(self, epoch: int) -> None:
         if epoch == self.epoch:
@@ -230,7 +246,7 @@ class World:
         """A step in the begin of an epoch, after which a process may be lost."""
         self.stages += 1
         lost = self.begin_crashes.get(self.stages)
-        if lost is not None and lost not in self.absent:
+        if lost is not None and lost not in self.absent | self.to_come:
             self.losses += 1
             self.absent.add(lost)
             self.waiting.pop(lost, None)
@@ -282,16 +298,17 @@ class World:
     # ------------------------------------------------------------------------------------------------------- workers
 
     def start_program(self, worker: int) -> None:
-        clock = min(self.clients[worker].clock, self.steps)
+        clock = min(self.processes[worker].client.clock, self.steps)
         is_rerun = self.incarnations[worker] > 0
         del self.pushed[worker][clock + 1 :]
+        self.pushed[worker] += [np.zeros(NUM_KEYS)] * (clock + 1 - len(self.pushed[worker]))  # of one that has come
         self.at(self.random.random(), ("step", worker, self.incarnations[worker], self.program(worker, is_rerun), None))
         if self.lost:
             self.at(3.0, ("resend", worker))
 
     def program(self, worker: int, is_rerun: bool) -> Iterator[Call | float]:
         """A worker: yields calls that it waits for, and times that it takes to compute."""
-        client = self.clients[worker]
+        client = self.processes[worker].client
         client.begin_steps()
         slow = 4.0 if worker == self.num_workers - 1 else 1.0
         for step in range(min(client.clock, self.steps), self.steps):
@@ -368,7 +385,7 @@ class World:
         return self.rule.in_steps and len(self.seats) == 1
 
     def check_meeting(self, worker: int, step: int) -> None:
-        if any(len(history) <= step + 1 for history in self.pushed):
+        if any(len(history) <= step + 1 for other, history in enumerate(self.pushed) if other not in self.to_come):
             self.violations.append(f"worker {worker} has met others that have not ended step {step}")
 
     def check_pull(
@@ -382,7 +399,7 @@ class World:
         bound, out = self.rule.bound, out * self.factor
         for other in range(self.num_workers):
             seen, history = out[:, other], self.pushed[other]
-            least = 0 if bound is None else max(0, step - bound)
+            least = 0 if bound is None or other in self.to_come else max(0, step - bound)
             if other == worker:
                 least = step
             if len(history) <= least or (seen < history[least][keys]).any():
@@ -407,16 +424,16 @@ class World:
 
     def on_resend(self, worker: int) -> None:
         for shard in self.shards_of_layout:
-            self.clients[worker].resend(shard)
+            self.processes[worker].client.resend(shard)
         self.flush(worker)
-        if len(self.finished) < self.num_workers or not self.quiet():
+        if not (self.all_finished and self.quiet()):
             self.at(3.0, ("resend", worker))
 
     # ------------------------------------------------------------------------------------------------------ messages
 
     def flush(self, worker: int) -> None:
         if worker not in self.absent:
-            for server, message in self.clients[worker].outgoing():
+            for server, message in self.processes[worker].client.outgoing():
                 self.send(worker, server, message)
 
     def send(self, source: int, target: int, message: Message) -> None:

@@ -304,6 +304,51 @@ def test_a_second_loss_at_every_step_while_the_next_epoch_begins(rule: Consisten
                     run_with_losses(crashes={event: (first,)}, begin_crashes={stage: second}, **course)
 
 
+@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 206), marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("rule", [Sequential(), Bounded(1), Eventual()], ids=str)
+def test_workers_that_come_begin_where_the_slowest_one_is(rule: Consistency, seeds: range) -> None:
+    """Nobody waits for them before; from then on they are workers, and servers, like the others. Some are lost, too."""
+    begun = set()
+    for seed in seeds:
+        random = Random(seed)
+        servers = random.choice([(0, 1), (0, 1, 2, 3), (4, 5)])
+        course = {"rule": rule, "seed": seed, "num_workers": 4, "servers": servers, "replicas": 2, "steps": 4}
+        arrivals = {random.randint(1, 300): 2, random.randint(301, 600): 3}
+        crashes = {random.randint(601, 900): (random.choice([2, 3]),)} if seed % 2 else {}
+        world = run_with_losses(crashes=crashes, arrivals=arrivals, replaces=bool(seed % 3), **course)
+        begun |= {sum(not counts.any() for counts in world.pushed[worker]) for worker in (2, 3)}
+    assert len(begun) > 2  # at the begin of the job, and later
+
+
+@pytest.mark.parametrize("rule", [Sequential(combine="mean"), Bounded(0)], ids=str)
+def test_workers_that_never_come_are_neither_waited_for_nor_counted(rule: Consistency) -> None:
+    world = World(rule, 3, num_workers=3, servers=(0, 1, 2), replicas=2, arrivals={1 << 40: 2}, saves=(1, 3))
+    world.factor = min(world.factor, 2)  # a mean is that of two
+    world.pushed[2] *= world.steps + 1
+    world.run()
+    assert world.violations == []
+    assert not world.wrong_sums()
+    assert world.wrong_snapshots() == []
+
+
+@pytest.mark.parametrize("every", [61, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_loss_at_every_event_around_the_arrival_of_a_worker(every: int) -> None:
+    course = {"rule": Bounded(1), "seed": 3, "num_workers": 3, "servers": (0, 1, 3), "steps": 3, "replicas": 2}
+    for event in range(1, 200, every):
+        for seat in (0, 2, 3):
+            run_with_losses(crashes={event: (seat,)}, arrivals={100: 2}, **course)
+
+
+@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_loss_at_every_step_while_the_epoch_of_an_arrival_begins(every: int) -> None:
+    course = {"rule": Sequential(), "seed": 3, "num_workers": 3, "servers": (0, 1, 3), "steps": 3, "replicas": 2}
+    begun = World(**course).stages
+    last = World(arrivals={100: 2}, **course).run().stages
+    for stage in range(begun + 1, last + 1, every):
+        for seat in (0, 2, 3):
+            run_with_losses(begin_crashes={stage: seat}, arrivals={100: 2}, **course)
+
+
 def test_two_losses_of_both_holders_are_an_error() -> None:
     with pytest.raises(RecoveryError, match="shards are lost"):
         World(Eventual(), 1, crashes={40: (2, 3)}, **SMALL).run()

@@ -14,10 +14,12 @@ from typing import Any, ClassVar, Final, Literal, final
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ProtocolError
 
-__all__ = ["FINISHED", "Bounded", "Consistency", "Eventual", "Sequential", "VectorClock"]
+__all__ = ["ABSENT", "FINISHED", "Bounded", "Consistency", "Eventual", "Sequential", "VectorClock"]
 
 #: The clock of a worker that has finished: nobody waits for it.
 FINISHED: Final = 1 << 62
+#: The clock of a worker that has not come yet (``--max-ranks``): nobody waits for it.
+ABSENT: Final = -1
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Sequential(Consistency):
             each listed key. More is refused. The bound is for each worker: a server may keep as much of every worker.
         combine: ``"each"``: each push is one update. ``"mean"``: what all workers push for a key in a step is added, in
             the order of ranks and of their calls, and divided by the number of workers; the result is one update.
+            Workers that have not come yet are not counted.
     """
 
     in_steps: ClassVar[bool] = True
@@ -117,6 +120,7 @@ class VectorClock:
     def __init__(self, clocks: Sequence[int]) -> None:
         """Begin with the clocks of the workers."""
         self._clocks = list(clocks)
+        self._slowest = self._find_slowest()
 
     def advance(self, worker: int, clock: int) -> None:
         """Set the clock of a worker. A clock that was set before is no change.
@@ -128,15 +132,29 @@ class VectorClock:
         if clock - own > 1 and clock != FINISHED:
             raise ProtocolError(f"worker {worker} is at clock {own}, and cannot go on to {clock}")
         self._clocks[worker] = max(own, clock)
+        self._slowest = self._find_slowest()
+
+    def place(self, worker: int, clock: int) -> None:
+        """Set the clock of a worker that comes or is absent."""
+        self._clocks[worker] = clock
+        self._slowest = self._find_slowest()
 
     def of(self, worker: int) -> int:
         """Return the clock of a worker."""
         return self._clocks[worker]
 
     def slowest(self) -> int:
-        """Return the smallest clock."""
-        return min(self._clocks)
+        """Return the smallest clock of the workers that have come; ``ABSENT`` if none has."""
+        return self._slowest
+
+    @property
+    def num_present(self) -> int:
+        """The number of workers that have come; those that have finished are among them."""
+        return len(self._clocks) - self._clocks.count(ABSENT)
 
     def below(self, clock: int) -> list[tuple[int, int]]:
-        """Return workers whose clocks are below ``clock``, and these clocks."""
-        return [(worker, its) for worker, its in enumerate(self._clocks) if its < clock]
+        """Return workers that have come, and whose clocks are below ``clock``, and these clocks."""
+        return [(worker, its) for worker, its in enumerate(self._clocks) if ABSENT < its < clock]
+
+    def _find_slowest(self) -> int:
+        return min((clock for clock in self._clocks if clock != ABSENT), default=ABSENT)

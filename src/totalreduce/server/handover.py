@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self, final
 
 from totalreduce.foundation.errors import ProtocolError, RecoveryError
+from totalreduce.server.clocks import ABSENT
 from totalreduce.server.messages import Message, Spec
 from totalreduce.server.server import Server
 from totalreduce.server.shard import Shard
@@ -239,12 +240,22 @@ class Holdings:
     def settle(self, clocks: Sequence[list[int]]) -> tuple[int, ...]:
         """End the steps that some shard knows to have ended; return the clock of each worker.
 
+        Workers that are no members when the job begins are absent. One that comes later begins where the slowest of
+        the others is.
+
         Args:
             clocks: What ``clocks`` has returned on all members.
         """
         if not clocks or len({len(each) for each in clocks}) > 1:
             raise ProtocolError("the members have clocks of different numbers of workers")
-        latest = tuple(max(each) for each in zip(*clocks, strict=True))
+        assert self._plan is not None
+        seats = {seat for seat, _ in self._standing.members}
+        known = [max(each) for each in zip(*clocks, strict=True)]
+        if self._plan.base == 0:
+            latest = tuple(clock if worker in seats else ABSENT for worker, clock in enumerate(known))
+        else:
+            begin = min((clock for clock in known if clock != ABSENT), default=ABSENT)
+            latest = tuple(begin if c == ABSENT and worker in seats else c for worker, c in enumerate(known))
         for held in self._held.values():
             held.shard.settle(latest)
         return latest

@@ -13,7 +13,7 @@ import numpy as np
 
 from totalreduce.foundation.errors import ProtocolError, TotalReduceError
 from totalreduce.kernels.arrays import Array
-from totalreduce.server.clocks import FINISHED, Consistency, Sequential, VectorClock
+from totalreduce.server.clocks import ABSENT, FINISHED, Consistency, Sequential, VectorClock
 from totalreduce.server.combining import means_of
 from totalreduce.server.messages import (
     LISTS_BYTES_MAX,
@@ -197,8 +197,8 @@ class Shard:
         return self.clocks.slowest() == FINISHED
 
     def has_finished(self, worker: int) -> bool:
-        """Return whether a rank has finished as a worker; also if it is none."""
-        return worker >= len(self._streams) or self.clocks.of(worker) == FINISHED
+        """Return whether a rank has finished as a worker; also if it is none, or has not come yet."""
+        return worker >= len(self._streams) or self.clocks.of(worker) in (FINISHED, ABSENT)
 
     def take(self, worker: int, message: Message) -> list[Reply]:
         """Take in a request of a worker; return the answers to this worker and to others.
@@ -247,14 +247,21 @@ class Shard:
         return self._carry_out(worker, request).change
 
     def settle(self, clocks: Sequence[int]) -> None:
-        """End the steps of workers that another shard knows to have ended.
+        """End the steps of workers that another shard knows to have ended, and place workers that come.
 
         Args:
             clocks: By worker: its largest clock in any shard. Workers have ended steps in all shards or in none
-                (``Client``, ``steps_are_atomic``), so this shard has all pushes of these steps.
+                (``Client``, ``steps_are_atomic``), so this shard has all pushes of these steps. A worker that comes has
+                the clock with which it begins; one that has not come yet is ``ABSENT``.
         """
         for worker, clock in enumerate(clocks):
-            if clock > self.clocks.of(worker):
+            if ABSENT in (clock, self.clocks.of(worker)):
+                self.clocks.place(worker, clock)
+                if (
+                    0 < clock < FINISHED
+                ):  # what the program pushes before its first step belongs to the begin of the job
+                    self._applied[worker] = max(self._applied[worker], mark_of(clock, -1))
+            elif clock > self.clocks.of(worker):
                 kind = Kind.FINISH if clock == FINISHED else Kind.CLOCK
                 self._advance(worker, Request(Message(Header(kind, clock=clock)), None, None))
 
@@ -415,7 +422,8 @@ class Shard:
         absent = [
             (other, self.clocks.of(other))
             for other, its in enumerate(self._streams)
-            if self.clocks.of(other) != FINISHED and not (its.queue and its.queue[0].header.kind is Kind.SAVE)
+            if self.clocks.of(other) not in (FINISHED, ABSENT)
+            and not (its.queue and its.queue[0].header.kind is Kind.SAVE)
         ]
         if request.header.mark <= self._applied[worker] or not absent:
             stream.told = None
@@ -530,7 +538,7 @@ class Shard:
         if isinstance(self._rule, Sequential) and self._rule.combine == "mean":
             pushed = [(each.rows, each.values, each.lr) for each in kept if not each.assigns]
             kept = [each for each in kept if each.assigns]
-            means = means_of(pushed, self._spec.width, len(self._streams))
+            means = means_of(pushed, self._spec.width, self.clocks.num_present)
         else:
             means = []
         for each in kept:
