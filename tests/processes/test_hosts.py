@@ -483,6 +483,69 @@ def test_servers_come_and_go_with_the_file_of_hosts(tmp_path, hosts_of):
     assert seats[-1] == [0, 1, 3, 4]
 
 
+STEPS = """
+import sys, time
+from pathlib import Path
+import torch
+import totalreduce as tr
+
+stop, ones, out, seen = Path(sys.argv[1]) / "stop", torch.ones(1000), torch.empty(1000), []
+with tr.ps.connect(tr.init(), num_keys=1000, replicas=2, consistency=tr.ps.Sequential()) as client:
+    begin, step = client.step, 0
+    for step in client.steps(10**9):
+        client.pull_range(0, 1000, out).wait()
+        seen.append(int(out[0]))
+        assert (out == out[0]).all()
+        client.push_range(0, 1000, ones)
+        if out[0] >= 1e6:
+            break
+        if stop.exists() and step % 10 == 0:
+            client.push_range(0, 1000, torch.full((1000,), 1e6))
+        time.sleep(0.01)
+    print(begin, seen[0], sorted({after - before for before, after in zip(seen, seen[1:]) if after < 1e6}))
+"""
+
+
+def test_workers_come_with_the_file_of_hosts_and_steps_become_those_of_three(tmp_path, hosts_of):
+    """Steps of two workers do not wait for the third one before it has come; then it begins where the others are."""
+    file, program, folder = tmp_path / "hosts", tmp_path / "train.py", tmp_path / "run"
+    program.write_text(STEPS)
+    hosts, further = "127.0.0.2:2\n127.0.0.3:1\n", "127.0.0.4:2\n"
+    file.write_text(hosts)
+
+    def follow(event):
+        if event["event"] != "epoch":
+            return
+        seats = [member["seat"] for member in event["members"]]
+        if event["epoch"] == 1:
+            threading.Timer(0.5, lambda: file.write_text(hosts + further)).start()
+        if seats == [0, 1, 2, 3, 4]:
+            threading.Timer(1.0, (folder / "stop").touch).start()
+
+    run = Run(
+        folder,
+        2,
+        num_servers=1,
+        program=program,
+        hosts=hosts_of("127.0.0.2:2,127.0.0.3:1", file),
+        on_event=follow,
+        on_loss="shrink",
+        restarts=0,
+        max_ranks=3,
+        max_servers=2,
+    )
+    assert run.result.exit_code == 0, run.result.errors
+    seats = [[member["seat"] for member in event["members"]] for event in run.epochs()]
+    assert seats[0] == [0, 1, 3]
+    assert [0, 1, 2, 3, 4] in seats
+    (*first, third) = [[json.loads(word) for word in output.split(" ", 2)] for output in run.result.output[:3]]
+    assert [(begin, value, jumps) for begin, value, jumps in first] == [(0, 0, [2, 3])] * 2
+    begin, value, jumps = third
+    assert begin > 0
+    assert value == 2 * begin
+    assert jumps == [3]
+
+
 def test_the_seat_of_a_host_that_cannot_be_reached_moves_to_another_one(tmp_path, shell, hosts_of):
     Path(shell[0]).with_name("down-127.0.0.3").touch()
     hosts = hosts_of("127.0.0.2:1,127.0.0.3:1,127.0.0.4:1")

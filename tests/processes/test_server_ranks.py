@@ -247,16 +247,23 @@ def test_a_spare_takes_the_place_of_a_worker_or_of_a_server(warm_python, tmp_pat
     assert started == [*((rank, False) for rank in range(5)), (victim, True)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [1, 3], ids=["worker", "server"])
 @pytest.mark.parametrize(
-    ("rule", "overlap"), [("Sequential()", "backward"), ("Sequential()", "iterations"), ("Bounded(2)", "iterations")]
+    ("num_servers", "victim", "rule", "overlap"),
+    [
+        (0, 1, "Sequential()", "backward"),
+        *(
+            pytest.param(3, victim, *case, marks=pytest.mark.slow)
+            for victim in (1, 3)
+            for case in (("Sequential()", "backward"), ("Sequential()", "iterations"), ("Bounded(2)", "iterations"))
+        ),
+    ],
 )
-def test_a_dense_model_outlives_the_loss_of_a_rank(warm_python, tmp_path, victim, rule, overlap):
-    """Two workers take 150 steps each, and each of their gradients counts once."""
+def test_a_dense_model_outlives_the_loss_of_a_rank(warm_python, tmp_path, num_servers, victim, rule, overlap):
+    """Two workers take 150 steps each, and each of their gradients counts once. Without servers, they are servers."""
     events = []
     options = RecoveryOptions(on_loss="shrink", on_event=kill_in_first_epoch(events, victim, 1.0))
-    result = run(tmp_path, DENSE_UNTIL_LOST.format(rule=rule, overlap=overlap), num_servers=3, recovery=options)
+    program = DENSE_UNTIL_LOST.format(rule=rule, overlap=overlap)
+    result = run(tmp_path, program, num_servers=num_servers, recovery=options)
     assert result.exit_code == 0, [each.last_errors for each in result.workers]
     assert [output.splitlines()[-1] for output in result.output[:2]] == ["values 300.0"] * 2
     assert [each["rank"] for each in events if each["event"] == "ended" and each["exit_code"] == 137] == [victim]

@@ -166,7 +166,8 @@ def test_the_keeper_tells_the_launcher_what_ranks_write_and_counts_the_rest() ->
 
 
 def test_only_accusations_of_processes_that_there_are_end_a_worker() -> None:
-    restarts = Restarts(RecoveryOptions(on_loss="shrink", max_ranks=4), 3, 4)
+    options = RecoveryOptions(on_loss="shrink", max_ranks=4)
+    restarts = Restarts(options, options.seats(3, 0))
     for rank in range(3):
         restarts.started(rank, 0.0)
     assert not restarts.is_to_end(4, 0, 0, 1)

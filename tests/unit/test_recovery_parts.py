@@ -1,13 +1,15 @@
 """Parts of recovery by themselves: the sampler, the state, the rules of the decision, the launcher's restarts."""
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from totalreduce.foundation.environment import read_settings
 from totalreduce.foundation.errors import ConfigurationError, PeerLost, RecoveryError
-from totalreduce.launch.recovery import RecoveryOptions, Restarts
+from totalreduce.launch.recovery import RecoveryOptions, Restarts, worker_variables
 from totalreduce.pytorch.optimizer import DistributedOptimizer
 from totalreduce.recovery.forming import compare_states, send_state
 from totalreduce.recovery.job import recoverable
@@ -292,13 +294,17 @@ def test_at_the_deadline_the_missing_ranks_are_named() -> None:
 # ------------------------------------------------------------------------------------------------------------ restarts
 
 
+def restarts_of(options: RecoveryOptions, num_workers: int) -> Restarts:
+    return Restarts(options, options.seats(num_workers, 0))
+
+
 def start_again(restarts: Restarts, rank: int, now: float) -> None:
     restarts.placed(rank)
     restarts.started(rank, now)
 
 
 def test_workers_are_started_again_at_once_after_a_signal_and_later_after_an_error() -> None:
-    restarts = Restarts(RecoveryOptions(on_loss="replace", restarts=4), 2, 2)
+    restarts = restarts_of(RecoveryOptions(on_loss="replace", restarts=4), 2)
     for rank in range(2):
         restarts.started(rank, 0.0)
     assert restarts.failed(0, 1, 5.0, by_signal=True)
@@ -320,14 +326,14 @@ def test_workers_are_started_again_at_once_after_a_signal_and_later_after_an_err
 
 
 def test_shrink_goes_on_without_restarts_down_to_the_minimum() -> None:
-    restarts = Restarts(RecoveryOptions(on_loss="shrink", restarts=0, min_ranks=2), 4, 4)
+    restarts = restarts_of(RecoveryOptions(on_loss="shrink", restarts=0, min_ranks=2), 4)
     assert restarts.failed(0, 3, 1.0, by_signal=True)
     assert restarts.failed(1, 2, 1.0, by_signal=True)
     assert not restarts.failed(2, 1, 1.0, by_signal=True)
 
 
 def test_of_two_ranks_that_accuse_each_other_one_is_ended() -> None:
-    restarts = Restarts(RecoveryOptions(on_loss="replace"), 3, 3)
+    restarts = restarts_of(RecoveryOptions(on_loss="replace"), 3)
     for rank in range(3):
         restarts.started(rank, 0.0)
     assert restarts.is_to_end(1, 0, by=0, epoch=2)
@@ -337,7 +343,7 @@ def test_of_two_ranks_that_accuse_each_other_one_is_ended() -> None:
 
 
 def test_seats_beyond_the_number_of_workers_are_started_when_the_job_has_begun() -> None:
-    restarts = Restarts(RecoveryOptions(on_loss="shrink", restarts=1, max_ranks=4), 2, 4)
+    restarts = restarts_of(RecoveryOptions(on_loss="shrink", restarts=1, max_ranks=4), 2)
     for rank in range(2):
         restarts.started(rank, 0.0)
     assert restarts.due(1.0) == []
@@ -349,7 +355,7 @@ def test_seats_beyond_the_number_of_workers_are_started_when_the_job_has_begun()
 
 
 def test_a_worker_that_loses_its_host_costs_no_restart() -> None:
-    restarts = Restarts(RecoveryOptions(on_loss="shrink", restarts=1), 3, 3)
+    restarts = restarts_of(RecoveryOptions(on_loss="shrink", restarts=1), 3)
     for rank in range(3):
         restarts.started(rank, 0.0)
     assert restarts.displaced(1, num_running=2)
@@ -365,20 +371,34 @@ def test_numbers_of_ranks_that_contradict_each_other_are_refused() -> None:
         RecoveryOptions(on_loss="shrink", max_ranks=3).check(4, 0)
     with pytest.raises(ConfigurationError, match="--max-ranks 5 is more than the number of workers, 4, which never"):
         RecoveryOptions(on_loss="replace", max_ranks=5).check(4, 0)
-    with pytest.raises(ConfigurationError, match="--max-ranks is for jobs without --servers"):
-        RecoveryOptions(on_loss="shrink", max_ranks=5).check(4, 1)
     with pytest.raises(ConfigurationError, match="--max-servers 2 goes with --servers"):
         RecoveryOptions(on_loss="shrink", max_servers=2).check(4, 0)
     with pytest.raises(ConfigurationError, match="--max-servers 1 is less than the number of servers, 2"):
         RecoveryOptions(on_loss="shrink", max_servers=1).check(4, 2)
     with pytest.raises(ConfigurationError, match="--max-servers 3 is more than the number of servers, 2, which never"):
         RecoveryOptions(on_loss="replace", max_servers=3).check(4, 2)
-    assert RecoveryOptions(on_loss="shrink", max_servers=3).num_seats(4, 2) == 7
+
+
+def test_the_seats_of_servers_follow_those_of_all_workers_that_may_come() -> None:
+    options = RecoveryOptions(on_loss="shrink", max_ranks=4, max_servers=3)
+    options.check(2, 1)
+    seats = options.seats(2, 1)
+    assert (seats.count, list(seats.serving), seats.first) == (7, [4, 5, 6], [0, 1, 4])
+    restarts = Restarts(options, seats)
+    restarts.begun()
+    assert restarts.due(0.0) == [2, 3, 5, 6]
+    variables = worker_variables(options, seats, "127.0.0.1", 1)
+    assert variables["TOTALREDUCE_BEGIN_RANKS"] == "0-1,4-4"
+    assert read_settings(variables).begin_ranks == (0, 1, 4)
+    variables = worker_variables(options, replace(options, max_ranks=None).seats(2, 0), "127.0.0.1", 1)
+    assert read_settings(variables).begin_ranks == (0, 1)
+    with pytest.raises(ConfigurationError, match="'4' is no list of ranges of ranks, such as 0-3,6-7"):
+        read_settings({"TOTALREDUCE_BEGIN_RANKS": "4"})
 
 
 def test_after_the_end_nothing_is_started_again() -> None:
     for on_loss, goes_on in (("replace", False), ("shrink", False)):
-        restarts = Restarts(RecoveryOptions(on_loss=on_loss), 2, 2)
+        restarts = restarts_of(RecoveryOptions(on_loss=on_loss), 2)
         restarts.finished()
         assert restarts.failed(0, 1, 1.0, by_signal=True) is goes_on
         assert not restarts.is_pending

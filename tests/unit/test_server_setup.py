@@ -127,7 +127,7 @@ def test_torchs_variables_are_about_workers_and_the_librarys_about_all_ranks() -
     [
         ({"num_servers": -1}, "number of servers"),
         ({"num_servers": 2, "emulate": EmulateOptions(num_hosts=2)}, "2 workers and 2 servers"),
-        ({"num_servers": 1, "recovery": RecoveryOptions(on_loss="shrink", max_ranks=3)}, "--max-ranks"),
+        ({"num_servers": 1, "recovery": RecoveryOptions(on_loss="shrink", max_ranks=1)}, "--max-ranks"),
         ({"num_servers": 1, "recovery": RecoveryOptions(on_loss="shrink", min_ranks=3)}, "--min-ranks"),
     ],
 )
@@ -138,6 +138,6 @@ def test_the_launcher_refuses_what_does_not_go_together(options, message) -> Non
 
 def test_only_a_parameter_server_forms_the_group_of_a_job_with_servers() -> None:
     """``tr.recoverable`` knows the workers alone, and would wait for the servers in vain."""
-    variables = {"TOTALREDUCE_KEEPER": "127.0.0.1:1", "TOTALREDUCE_SERVERS": "2", "TOTALREDUCE_BEGIN_RANKS": "4"}
+    variables = {"TOTALREDUCE_KEEPER": "127.0.0.1:1", "TOTALREDUCE_SERVERS": "2", "TOTALREDUCE_BEGIN_RANKS": "0-3"}
     with pytest.raises(ConfigurationError, match=r"only tr\.ps\.connect forms its group"):
         open_assembly(read_settings(variables), 0, 2, 1.0)

@@ -215,7 +215,7 @@ def run(
     totalreduce run -n 8 --on-loss replace --restarts 20 train.py
     totalreduce run -n 8 --on-loss replace --spares 1 train.py
     totalreduce run -n 8 --on-loss shrink --min-ranks 4 --max-ranks 12 --hosts-file hosts train.py
-    totalreduce run -n 4 --servers 2 --max-servers 4 --on-loss shrink --hosts-file hosts train.py
+    totalreduce run -n 4 --max-ranks 8 --servers 2 --max-servers 4 --on-loss shrink --hosts-file hosts train.py
     totalreduce run -n 4 --dashboard train.py
     """
     num_servers = servers or 0

@@ -56,7 +56,7 @@ class Settings:
         keeper: Address and port of the store that outlives the ranks, with ``on_loss``.
         incarnation: How often the launcher has started this rank before, with ``on_loss``.
         min_ranks: The smallest number of ranks that go on, with ``on_loss``.
-        begin_ranks: The number of ranks with which the job begins, with ``on_loss``; ``None``: all ranks.
+        begin_ranks: The ranks with which the job begins, with ``on_loss``; ``None``: all ranks.
         servers: The number of ranks, the last ones, that only serve a parameter server.
         warnings: Sentences to log once: unknown variables, a key that others can read.
     """
@@ -78,7 +78,7 @@ class Settings:
     keeper: tuple[str, int] | None = None
     incarnation: int = 0
     min_ranks: int = 1
-    begin_ranks: int | None = None
+    begin_ranks: tuple[int, ...] | None = None
     servers: int = 0
     warnings: tuple[str, ...] = ()
 
@@ -91,6 +91,15 @@ def _seconds(name: str, text: str) -> float:
     if not 0 < value < float("inf"):
         raise ConfigurationError(f"{name}={text!r} is not a positive number of seconds")
     return value
+
+
+def _ranks(name: str, text: str) -> tuple[int, ...]:
+    """Read ranges of ranks, both ends included: ``0-3,6-7``."""
+    try:
+        ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
+        return tuple(rank for first, last in ends for rank in range(first, last + 1))
+    except ValueError:
+        raise ConfigurationError(f"{name}={text!r} is no list of ranges of ranks, such as 0-3,6-7") from None
 
 
 def _switch(name: str, text: str) -> bool:
@@ -156,7 +165,7 @@ _SETTINGS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "TOTALREDUCE_KEEPER": ("keeper", _address_and_port),
     "TOTALREDUCE_INCARNATION": ("incarnation", _whole_number(0)),
     "TOTALREDUCE_MIN_RANKS": ("min_ranks", _whole_number(1)),
-    "TOTALREDUCE_BEGIN_RANKS": ("begin_ranks", _whole_number(1)),
+    "TOTALREDUCE_BEGIN_RANKS": ("begin_ranks", _ranks),
     "TOTALREDUCE_SERVERS": ("servers", _whole_number(0)),
 }
 #: Every variable of the library; documented in ``docs/launching.md``. ``world.py`` reads those of ranks and hosts.

@@ -36,7 +36,7 @@ from totalreduce.launch.hosts import Host, HostPool
 from totalreduce.launch.live import LiveJob
 from totalreduce.launch.output import Output, Relay, open_relay
 from totalreduce.launch.placement import HostOptions, HostsFile, Placement, is_this_host, launcher_address
-from totalreduce.launch.recovery import Keeper, RecoveryOptions, Restarts, event, worker_variables
+from totalreduce.launch.recovery import Keeper, RecoveryOptions, Restarts, Seats, event, worker_variables
 from totalreduce.launch.spares import Spare, Spares
 from totalreduce.launch.workers import (
     RunResult,
@@ -106,13 +106,14 @@ def run_workers(
             few slots.
     """
     checks.integer("the number of servers", num_servers, minimum=0)
-    num_ranks = num_seats = num_workers + num_servers
+    num_ranks = num_workers + num_servers
+    seats = Seats(num_workers, num_servers, num_workers, num_servers)
     if recovery is not None:
         recovery.check(num_workers, num_servers)
         if live is not None:
             recovery = dataclasses.replace(recovery, on_event=_to_all(recovery.on_event, live.note))
-        num_seats = recovery.num_seats(num_workers, num_servers)
-    pool = _pool(num_workers, num_servers, num_seats, emulate, hosts)
+        seats = recovery.seats(num_workers, num_servers)
+    pool = _pool(seats, emulate, hosts)
     job_id = f"run-{os.getpid()}-{secrets.token_hex(8)}"
     base = current() if environment is None else environment
     with contextlib.ExitStack() as stack:
@@ -138,9 +139,8 @@ def run_workers(
             # Every emulated host sees all the cores.
             compute = {} if len(os.sched_getaffinity(0)) >= 2 * num_ranks else {"TOTALREDUCE_COMPUTE": "inline"}
             base = {"TORCH_CPP_LOG_LEVEL": "ERROR", **interface, **compute, **base}
-        serving = range(num_workers, num_seats) if num_servers else range(0)
         common = common_environment(
-            base, num_seats - len(serving), master_address=master, job_id=job_id, num_servers=len(serving)
+            base, seats.workers, master_address=master, job_id=job_id, num_servers=seats.servers
         )
         if live is not None:
             common[LIVE] = str(live.board.path)
@@ -149,20 +149,20 @@ def run_workers(
         kept: _Recovery | None = None
         if recovery is not None:
             port = free_port()
-            keeper = Keeper(prefix, address, port, num_seats, common)
+            keeper = Keeper(prefix, address, port, seats.count, common)
             stack.callback(keeper.close)
             # Torch logs a trace whenever the store is lost, which this library reports by itself.
             common.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-            common |= worker_variables(recovery, num_ranks, address, port)
+            common |= worker_variables(recovery, seats, address, port)
             file = None if hosts is None or hosts.file is None else HostsFile(hosts.file, hosts.hosts)
-            kept = _Recovery(recovery, keeper, Restarts(recovery, num_ranks, num_seats), Spares(), file)
+            kept = _Recovery(recovery, keeper, Restarts(recovery, seats), Spares(), file)
         placement = Placement(
-            pool, argv, common, num_local=num_local, serving=serving, options=hosts, emulated=emulated
+            pool, argv, common, num_local=num_local, serving=seats.serving, options=hosts, emulated=emulated
         )
-        supervisor = _Supervisor(open_relay(output, num_seats), Escalation(linger_s, grace_s), placement, kept, live)
+        supervisor = _Supervisor(open_relay(output, seats.count), Escalation(linger_s, grace_s), placement, kept, live)
         with _signals_to(supervisor):
             try:
-                supervisor.start(num_ranks)
+                supervisor.start(seats.first)
                 supervisor.watch(timeout_s)
             finally:
                 supervisor.finish()
@@ -180,10 +180,9 @@ def _to_all(*callbacks: Callable[[dict[str, Any]], None]) -> Callable[[dict[str,
     return call
 
 
-def _pool(
-    num_workers: int, num_servers: int, num_seats: int, emulate: EmulateOptions | None, hosts: HostOptions | None
-) -> HostPool:
-    """Return the hosts of a run, which have a slot for every worker and every server."""
+def _pool(seats: Seats, emulate: EmulateOptions | None, hosts: HostOptions | None) -> HostPool:
+    """Return the hosts of a run, which have a slot for every worker and every server with which it begins."""
+    num_workers, num_servers = seats.first_workers, seats.first_servers
     if num_workers < 1:
         raise ConfigurationError(f"the number of workers must be at least 1, not {num_workers}")
     num_ranks = num_workers + num_servers
@@ -198,7 +197,7 @@ def _pool(
             )
         return pool
     if emulate is None:
-        return HostPool([Host("localhost", num_seats)])
+        return HostPool([Host("localhost", seats.count)])
     if emulate.num_hosts * emulate.ranks_per_host != num_ranks:
         raise ConfigurationError(
             f"{emulate.num_hosts} emulated hosts with {emulate.ranks_per_host} ranks each make "
@@ -248,9 +247,9 @@ class _Supervisor:
         if self._interrupted_by or len(self._signals) > 1:
             self._send_all(signal.SIGKILL)
 
-    def start(self, num_ranks: int) -> None:
-        """Start the workers. Raises ``ConfigurationError`` if one cannot be started."""
-        for rank in range(num_ranks):
+    def start(self, seats: Sequence[int]) -> None:
+        """Start the workers of some seats. Raises ``ConfigurationError`` if one cannot be started."""
+        for rank in seats:
             self._placement.queue(rank)
         self._start_waiting(time.monotonic())
 

@@ -20,7 +20,7 @@ from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.launch.workers import RECOVERY_VARIABLES, is_stopped
 
-__all__ = ["Keeper", "RecoveryOptions", "Restarts", "event", "worker_variables"]
+__all__ = ["Keeper", "RecoveryOptions", "Restarts", "Seats", "event", "worker_variables"]
 
 #: A worker that exits with an error so soon after its start is started again only after a pause, which doubles.
 _SOON_S = 20.0
@@ -35,6 +35,38 @@ _ACCUSED_EPOCHS = 64
 _EPOCHS_UNSEEN = 1000
 
 
+@dataclass(frozen=True, slots=True)
+class Seats:
+    """The seats of a job: those of the workers, and then those of the ranks that only serve.
+
+    Attributes:
+        workers: The number of seats of workers.
+        servers: The number of seats of ranks that only serve.
+        first_workers: The number of workers with which the job begins. They have the first seats.
+        first_servers: The number of ranks that only serve with which it begins. They have the first seats of theirs.
+    """
+
+    workers: int
+    servers: int
+    first_workers: int
+    first_servers: int
+
+    @property
+    def count(self) -> int:
+        """The number of all seats."""
+        return self.workers + self.servers
+
+    @property
+    def serving(self) -> range:
+        """The seats of ranks that only serve."""
+        return range(self.workers, self.count)
+
+    @property
+    def first(self) -> list[int]:
+        """The seats with which the job begins."""
+        return [*range(self.first_workers), *range(self.workers, self.workers + self.first_servers)]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecoveryOptions:
     """What ``totalreduce run`` does when a worker fails.
@@ -44,8 +76,8 @@ class RecoveryOptions:
             may join again.
         restarts: How many workers are started again in the whole run.
         min_ranks: With ``"shrink"``: the smallest number of ranks that go on.
-        max_ranks: With ``"shrink"``: the number of seats. While hosts have free slots, processes are started for seats
-            beyond the number of workers, and join. By default no more than the job begins with.
+        max_ranks: With ``"shrink"``: the number of seats of workers. While hosts have free slots, processes are started
+            for seats beyond the number of workers, and join. By default no more than the job begins with.
         max_servers: With ``"shrink"``: the same of ranks that only serve.
         spares: How many processes wait on each host to replace a worker, and as many again to replace a rank that only
             serves, if there are some (``spares``).
@@ -64,10 +96,9 @@ class RecoveryOptions:
 
     def check(self, num_workers: int, num_servers: int) -> None:
         """Raise ``ConfigurationError`` if the limits do not fit the numbers of workers and servers."""
-        most_workers, most_servers = self._limits(num_workers, num_servers)
+        seats = self.seats(num_workers, num_servers)
+        most_workers, most_servers = seats.workers, seats.servers
         checks.rank_limits(self.min_ranks, num_workers, most_workers)
-        if num_servers and most_workers > num_workers:
-            raise ConfigurationError("--max-ranks is for jobs without --servers: with servers, use --max-servers")
         if most_servers and not num_servers:
             raise ConfigurationError(
                 f"--max-servers {most_servers} goes with --servers: a job begins with a server, or has none"
@@ -88,15 +119,13 @@ class RecoveryOptions:
         if self.spares < 0:
             raise ConfigurationError(f"--spares must be at least 0, not {self.spares}")
 
-    def num_seats(self, num_workers: int, num_servers: int) -> int:
-        """Return the number of seats of a job that begins with so many workers and servers."""
-        return sum(self._limits(num_workers, num_servers))
-
-    def _limits(self, num_workers: int, num_servers: int) -> tuple[int, int]:
-        """Return the largest numbers of workers and of servers of such a job."""
-        return (
+    def seats(self, num_workers: int, num_servers: int) -> Seats:
+        """Return the seats of a job that begins with so many workers and servers."""
+        return Seats(
             num_workers if self.max_ranks is None else self.max_ranks,
             num_servers if self.max_servers is None else self.max_servers,
+            num_workers,
+            num_servers,
         )
 
 
@@ -110,15 +139,10 @@ class Restarts:
         has_begun: Whether the ranks have decided on the first epoch.
     """
 
-    def __init__(self, options: RecoveryOptions, num_workers: int, num_seats: int) -> None:
-        """Begin.
-
-        Args:
-            options: The policy.
-            num_workers: The number of workers, and of ranks that only serve, with which the job begins.
-            num_seats: The largest number of them.
-        """
-        self._options, self._num_workers = options, num_workers
+    def __init__(self, options: RecoveryOptions, seats: Seats) -> None:
+        """Begin with a policy, and the seats of the job."""
+        num_seats = seats.count
+        self._options, self._later = options, set(range(num_seats)).difference(seats.first)
         self.incarnations = [-1] * num_seats
         self.left = options.restarts
         self._started_at = [0.0] * num_seats
@@ -150,7 +174,7 @@ class Restarts:
     def begun(self) -> None:
         """Note that the job has begun: processes of seats beyond the number of workers can join from now on."""
         if not self.has_begun and not self._has_finished:
-            self._vacant.update(range(self._num_workers, len(self.incarnations)))
+            self._vacant.update(self._later)
         self.has_begun = True
 
     def displaced(self, rank: int, num_running: int) -> bool:
@@ -353,9 +377,11 @@ def _json_of(line: bytes) -> object:
         return None
 
 
-def worker_variables(options: RecoveryOptions, num_workers: int, address: str, port: int) -> dict[str, str]:
+def worker_variables(options: RecoveryOptions, seats: Seats, address: str, port: int) -> dict[str, str]:
     """Return the variables by which a worker knows the keeper and the policy."""
-    values = (options.on_loss, f"{address}:{port}", str(options.min_ranks), str(num_workers), "0")
+    first, serving = seats.first_workers - 1, seats.workers
+    begin = f"0-{first}" + (f",{serving}-{serving + seats.first_servers - 1}" if seats.first_servers else "")
+    values = (options.on_loss, f"{address}:{port}", str(options.min_ranks), begin, "0")
     return dict(zip(RECOVERY_VARIABLES, values, strict=True))
 
 

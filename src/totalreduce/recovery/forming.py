@@ -78,17 +78,19 @@ def open_assembly(settings: Settings, seat: int, num_seats: int, timeout_s: floa
     """
     if settings.keeper is None:
         raise ConfigurationError("TOTALREDUCE_ON_LOSS is set and TOTALREDUCE_KEEPER is not: use totalreduce run")
-    if settings.servers and num_seats < (settings.begin_ranks or 0):  # the seats of the workers alone
+    first_seats = settings.begin_ranks or range(num_seats)
+    if settings.servers and max(first_seats) >= num_seats:  # the seats of the workers alone
         raise ConfigurationError(
             f"{settings.servers} ranks of this job only serve a parameter server (--servers), so only tr.ps.connect "
             "forms its group: start without --servers, or keep what must survive on the servers"
         )
     policy = Policy(
         on_loss="shrink" if settings.on_loss == "shrink" else "replace",
-        world_size=settings.begin_ranks or num_seats,
+        world_size=len(first_seats),
         min_ranks=settings.min_ranks,
         deadline_s=timeout_s,
         max_ranks=num_seats,
+        first_seats=first_seats,
     )
     return Assembly(LauncherStore.at(settings.keeper, timeout_s), policy, seat, settings.incarnation)
 

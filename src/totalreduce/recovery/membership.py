@@ -10,7 +10,7 @@ valid one. If a member ends after the decision, the group cannot be formed, and 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, final
@@ -41,6 +41,8 @@ class Policy:
             begins when a member of the last epoch comes to the decision; in a store that has begun anew, at once.
         max_ranks: With ``"shrink"``: the number of seats, which is the largest number of ranks. By default as many as
             the job begins with.
+        first_seats: The seats that have a process when the job begins, ``world_size`` of them; by default the first
+            ones. Processes of the others join later.
     """
 
     on_loss: OnLoss
@@ -49,6 +51,7 @@ class Policy:
     settle_s: float = 10.0
     deadline_s: float = 300.0
     max_ranks: int | None = None
+    first_seats: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -57,10 +60,12 @@ class Policy:
             ConfigurationError: A value is out of range.
         """
         checks.rank_limits(self.min_ranks, self.world_size, self.num_seats)
+        if not self.first_seats:
+            object.__setattr__(self, "first_seats", range(self.world_size))
 
     @property
     def num_seats(self) -> int:
-        """The number of seats. Processes of seats from ``world_size`` on join after the begin of the job."""
+        """The number of seats."""
         return self.world_size if self.max_ranks is None else self.max_ranks
 
 
@@ -249,8 +254,8 @@ class Membership:
             return []
         # The store has begun anew, and nobody knows which processes formed the last epoch: any seat may have the state.
         # Until the job has begun, only the first seats are certain to have processes.
-        seats = self._policy.num_seats if self._has_begun else self._policy.world_size
-        return [seat for seat in range(seats) if seat not in self._reports or self._has_ended(self._reports[seat])]
+        seats = range(self._policy.num_seats) if self._has_begun else self._policy.first_seats
+        return [seat for seat in seats if seat not in self._reports or self._has_ended(self._reports[seat])]
 
     def _is_group_at_work(self) -> bool:
         """Whether the group of the last epoch goes on: only newcomers have reported, and wait for its next change."""
@@ -275,7 +280,7 @@ class Membership:
                 "s. If all of them have ended, start the job again from a checkpoint on disk"
             )
         wanted = policy.min_ranks if policy.on_loss == "shrink" and self._has_begun else policy.world_size
-        missing = ", ".join(str(seat) for seat in range(policy.world_size) if seat not in living)
+        missing = ", ".join(str(seat) for seat in policy.first_seats if seat not in living)
         return (
             f"epoch {self._epoch} needs {wanted} ranks, and {len(living)} have come within {policy.deadline_s:g} s. "
             f"Missing: rank {missing or 'none'}. See why these processes do not start, or allow more restarts"
