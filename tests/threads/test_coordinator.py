@@ -764,7 +764,7 @@ def test_a_barrier_that_has_run_out_of_time_is_waited_for_again() -> None:
         if group.rank == 0:
             time.sleep(0.1)
         arrived[group.rank] = True
-        coordinator.barrier(timeout_s=5.0)
+        coordinator.barrier(timeout_s=20.0)
         assert all(arrived)
 
     arrived = [False] * 3
@@ -794,7 +794,7 @@ def test_a_barrier_that_was_interrupted_is_waited_for_again(
             with monkeypatch.context() as patch:
                 patch.setattr(waiter, "wait", interrupted)
                 with pytest.raises(KeyboardInterrupt):
-                    barrier(timeout_s=5.0)
+                    barrier(timeout_s=20.0)
         barrier(timeout_s=20.0)
         if group.rank == 0:
             time.sleep(0.1)
@@ -813,7 +813,7 @@ def test_a_barrier_that_has_failed_is_not_waited_for_again(of_group: bool) -> No
         if group.rank == 0:
             for _ in range(2):
                 with pytest.raises(tr.PeerLost, match="rank 1 is lost"):
-                    barrier(timeout_s=5.0)
+                    barrier(timeout_s=20.0)
             late = (group.operations if coordinator is None else coordinator)._barriers._late
             assert not late
         else:
@@ -1417,7 +1417,7 @@ def test_what_was_agreed_gets_memory_while_the_group_is_closed() -> None:
         works[0].wait()
         if group.rank:
             group.close()
-        return [work.wait(timeout_s=5.0).tolist() for work in works]
+        return [work.wait(timeout_s=20.0).tolist() for work in works]
 
     for results in together(2, body):
         assert results == [[6.0] * count for count in range(1, 7)]
