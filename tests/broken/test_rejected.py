@@ -74,6 +74,11 @@ def test_without_a_fault_the_same_set_up_is_accepted() -> None:
     fault = faults.Honest()
     check_simulated_with(fault)
     assert fault.fired
+
+
+@pytest.mark.slow
+def test_without_a_fault_the_same_set_up_between_threads_is_accepted() -> None:
+    fault = faults.Honest()
     assert check_transport(faults.tampered_inproc(fault), world_sizes=(3,)) > 100
 
 

@@ -27,7 +27,7 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     ("sync", "versions"),
     [
-        ("local_sgd", [0, 7, 11, 13]),
+        pytest.param("local_sgd", [0, 7, 11, 13], marks=slow),
         pytest.param("local_sgd, int8", [0, 5, 11, 13], marks=slow),
         pytest.param("diloco", [0, 5, 11, 13], marks=slow),
         ("diloco, overlap", [0, 6, 10, 13]),

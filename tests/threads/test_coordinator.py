@@ -829,7 +829,7 @@ def test_a_barrier_that_has_failed_is_not_waited_for_again(of_group: bool) -> No
 @pytest.mark.parametrize(
     ("size", "transport", "divisor"),
     [
-        *((*world, "world") for world in WORLDS),
+        *(pytest.param(*world, "world", marks=[pytest.mark.slow] * (world == (8, "inproc"))) for world in WORLDS),
         *((size, "inproc", "active") for size in (2, 3, 5)),
         (2, "tcp", "active"),
     ],
