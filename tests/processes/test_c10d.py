@@ -112,7 +112,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_results_are_gloos(run, size):
     said = run(size, COLLECTIVES, FULL_EXIT="1")
     assert [facts["differences"] for facts in said] == [[]] * size

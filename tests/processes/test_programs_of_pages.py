@@ -85,12 +85,23 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_programs_for_two_ranks(warm_python, folder):
-    chosen = [
+def programs_for_two_ranks():
+    return [
         program
         for program in PROGRAMS
         if program.kind in ("", "file", "ranks") and program.ranks == 2 and program.blocks[0].page not in OTHERS
     ]
+
+
+def test_the_first_program_for_two_ranks_of_each_page(warm_python, folder):
+    first = {program.blocks[0].page: program for program in reversed(programs_for_two_ranks())}
+    assert len(first) > 10
+    run(folder, [*reversed(first.values())], 2)
+
+
+@pytest.mark.slow
+def test_programs_for_two_ranks(warm_python, folder):
+    chosen = programs_for_two_ranks()
     assert len(chosen) > 20
     run(folder, chosen, 2)
     assert (folder / "totalreduce-timeline" / "rank1.json").is_file()

@@ -43,7 +43,7 @@ def losses(document):
 def test_all_elements_of_all_ranks_are_what_dense_training_has(with_digits, tmp_path, model):
     fleet = with_digits
     small = ("--model", model, "--width", "64", "--momentum", "optimizer")
-    dense = train(fleet, tmp_path / "dense.json", *small, "--method", "dense")
+    dense = train(fleet, tmp_path / "dense.json", *small, "--method", "dense", "--door", "ddp")
     every = train(fleet, tmp_path / "every.json", *small, "--method", "topka", "--density", "1")
     few = train(fleet, tmp_path / "few.json", *small, "--method", "topka", "--density-warmup", "0")
     assert [look["step"] for look in dense["runs"][0]["evaluations"]] == [5, 10, 15, 20]
@@ -54,6 +54,7 @@ def test_all_elements_of_all_ranks_are_what_dense_training_has(with_digits, tmp_
     assert few_sent != pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_doors_and_seeds(with_digits, tmp_path):
     fleet = with_digits
     small = ("--model", "cnn", "--width", "64", "--seeds", "2")

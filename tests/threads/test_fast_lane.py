@@ -136,8 +136,7 @@ WHERE = [(memory, size) for memory in ("apart", "together", "shared") for size i
         *WHERE,
         ("apart", 1),
         ("together", 4),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("shared", 5), ("apart", 7))),
-        ("shared", 8),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("shared", 5), ("apart", 7), ("shared", 8))),
     ],
 )
 def test_no_bit_of_blocks_depends_on_the_lane(memory: str, world_size: int) -> None:
