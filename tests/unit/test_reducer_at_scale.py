@@ -82,6 +82,7 @@ def reducers(world_size, dtype, op, *, native=False, predivide=1.0, forbid=False
             rank=rank,
             world_size=world_size,
             coordinator=None,
+            operations=SimpleNamespace(closed=False),
             control=world,
             empty=lambda size, dtype: torch.empty(size, dtype=dtype),
         )
