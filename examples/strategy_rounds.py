@@ -12,6 +12,7 @@ import argparse
 import copy
 import hashlib
 import os
+from datetime import timedelta
 
 import torch
 from torch import nn
@@ -45,7 +46,7 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
 adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
 state = tr.State(model=model, optimizer=adam)
-for attempt in tr.attempts(state):
+for attempt in tr.attempts(state, timeout=timedelta(minutes=30)):  # ranks may differ by so much within a round
     with attempt:
         # What a round changes: the state keeps the model and the optimizer of the last round that has ended.
         trained = copy.deepcopy(model)

@@ -269,6 +269,26 @@ def test_a_dense_model_outlives_the_loss_of_a_rank(warm_python, tmp_path, num_se
     assert [each["rank"] for each in events if each["event"] == "ended" and each["exit_code"] == 137] == [victim]
 
 
+FAILS = """
+import numpy as np
+import totalreduce as tr
+
+group = tr.init()
+client = tr.ps.connect(group, num_keys=1000, replicas=2)
+for step in client.steps(3):
+    client.push_range(0, 1000, np.ones(1000, np.float32)).wait()
+    if step == 1 and group.rank == 0:
+        raise RuntimeError("an error of the program")
+"""
+
+
+def test_an_error_of_the_program_ends_its_process_with_its_own_exit_code(warm_python, tmp_path):
+    """The connection is not closed. Its thread, which waits in torch's store, must not abort the process."""
+    result = run(tmp_path, FAILS, num_servers=0, recovery=RecoveryOptions(on_loss="replace", restarts=0))
+    assert (result.first_failure.rank, result.first_failure.exit_code) == (0, 1), result.errors
+    assert "RuntimeError: an error of the program" in result.errors[0]
+
+
 @pytest.mark.slow
 def test_the_loss_of_a_server_ends_a_job_without_recovery(warm_python, tmp_path):
     program = UNTIL_LOST.format(replicas=1).replace('print("under way")', KILL_RANK_2)

@@ -129,7 +129,7 @@ def run(
         OnLoss | None,
         typer.Option(
             help="If a worker fails, start it again while the others wait (replace), or go on without it (shrink). "
-            "For scripts with tr.recoverable.",
+            "For scripts with tr.recoverable, tr.attempts, tr.replayed, a parameter server or hvd.elastic.",
             show_default="end the run",
             rich_help_panel="Recovery",
         ),

@@ -34,8 +34,8 @@ from totalreduce.pytorch.optimizer import DistributedOptimizer
 
 __all__ = ["Context", "Locality", "Members", "context"]
 
-#: Back ends of torch.distributed that are not used for tensors on devices. "totalreduce" is: it copies them to pinned
-#: memory and back, in order with the kernels of the program.
+#: Back ends of torch.distributed that are not used for tensors on devices. "totalreduce" is, where ranks are not
+#: replaced: it copies them to pinned memory and back, in order with the kernels of the program.
 _NOT_FOR_DEVICES = frozenset({"gloo", "mpi", "fake"})
 _STALL_WARNING_S = 10.0
 #: Share of the time-out after which all ranks together give up an operation that some rank does not submit, with one
@@ -478,7 +478,8 @@ def _is_on_accelerators() -> bool:
         return False
     config = str(dist.get_backend_config()).lower()  # "cpu:gloo,cuda:nccl"
     parts = [part.rpartition(":") for part in config.split(",")]
-    return any(device != "cpu" and name not in _NOT_FOR_DEVICES for device, _, name in parts)
+    others = _NOT_FOR_DEVICES | ({"totalreduce"} if environment.read_settings().on_loss is not None else set())
+    return any(device != "cpu" and name not in others for device, _, name in parts)
 
 
 def _check_complete(comm: Any, everybody: range) -> None:

@@ -17,7 +17,6 @@ pickle: read only folders that you trust.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import logging
@@ -80,6 +79,9 @@ class Snapshots:
         Raises:
             ConfigurationError: A number is not positive, or a signal cannot be handled.
         """
+        # torch warns that one process writes or reads a checkpoint by itself, as it does here with each part. The
+        # filter stays: ``warnings.catch_warnings`` is not safe in threads, and a thread writes beside training.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         self.folder = Path(folder)
         self.every = checks.integer("every", every, minimum=1)
         self.keep = checks.integer("keep", keep, minimum=1)
@@ -374,7 +376,6 @@ class Snapshots:
         shutil.rmtree(old, ignore_errors=True)
         temporary.mkdir(parents=True)
         try:
-            _ignore_warning_of_one_process()
             save(tensors, storage_writer=FileSystemWriter(temporary), no_dist=True)
             files = {each.name: _fingerprint(each) for each in sorted(temporary.iterdir())}
             with (temporary / _PART_FILE).open("w", encoding="utf-8") as file:
@@ -444,19 +445,8 @@ def _tensors_in(path: Path) -> dict[str, torch.Tensor]:
         for key, entry in entries.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    _ignore_warning_of_one_process()
     load(tensors, storage_reader=reader, no_dist=True)
     return tensors
-
-
-@functools.cache
-def _ignore_warning_of_one_process() -> None:
-    """Ignore torch's warning that one process writes or reads a checkpoint by itself, as it does with each part.
-
-    The filter stays: ``warnings.catch_warnings`` is not safe in threads. When it ends, it sets back what another thread
-    has set meanwhile, and a thread writes snapshots beside training.
-    """
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 def _shard(rank: int) -> str:

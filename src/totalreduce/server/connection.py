@@ -7,6 +7,7 @@ are under way go on in it, and the program notices nothing but a delay.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import queue
 import threading
@@ -165,6 +166,7 @@ class Connection:
         self._messenger = self._meet(place)
         self._thread = threading.Thread(target=self._run, name="totalreduce-ps", daemon=True)
         self._thread.start()
+        atexit.register(self._end_with_the_process)
 
     def _meet(self, place: Epoch) -> Messenger:
         """Return a messenger for a group. What it posts is dropped when the next one takes its place."""
@@ -479,6 +481,12 @@ class Connection:
             if self._thread is not threading.current_thread():
                 self._thread.join(_END_S)
 
+    def _end_with_the_process(self) -> None:
+        """End before Python does: a thread that waits in torch's store then would abort the process."""
+        if self._home.is_here and self._state in ("closing", "silent"):  # the others may need a moment, too
+            self._thread.join(_END_S)
+        self.end()
+
     def await_call(self, call: Call, timeout_s: float | None) -> None:
         """Wait for a call; see ``Ticket.wait``."""
         self._home.check()
@@ -612,6 +620,7 @@ class Connection:
 
     def _leave(self) -> None:
         """Tell the others that this rank has ended, unless they know; drop the table."""
+        atexit.unregister(self._end_with_the_process)
         with contextlib.suppress(TotalReduceError):  # the group may be closed already
             # All ranks hear of a loss by themselves. If this rank's message came first, they would think it lost.
             if self._error is not None and not isinstance(self._error, PeerLost):

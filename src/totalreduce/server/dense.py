@@ -104,7 +104,10 @@ class ParameterServer(SteppingStrategy):
 
     def recovery_obstacle(self) -> str:
         """Return that servers have the state."""
-        return "its servers have state that no other rank has"
+        return (
+            "its servers have state that no other rank has. Leave tr.recoverable out: with --on-loss and replicas=2 "
+            "the servers outlive losses (docs/strategies.md, A parameter server)"
+        )
 
     def steps(
         self, parameters: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer, group: Group, name: str

@@ -178,7 +178,8 @@ class ServedStrategy(Strategy):
 
     def recovery_obstacle(self) -> str:
         """Return that servers have the state."""
-        return f"its servers have state that no other rank has. Use tr.ParameterServer(...). {ROUNDS}"
+        instead = "Use tr.ParameterServer(replicas=2) without tr.recoverable"
+        return f"its servers have state that no other rank has. {instead}. {ROUNDS}"
 
     def is_synchronous(self, world_size: int) -> bool:
         """Whether it is the same as synchronous steps with so many ranks."""
