@@ -531,16 +531,24 @@ class ServerSteps(DeferringSteps):
             DeadlineExceededError: Another rank has not called this within the group's ``timeout_s``. Repeat the call.
             ConfigurationError: A call of ``step`` ran out of time and must be repeated first.
         """
+        if self._has_finished:
+            return
         if self.is_interrupted:
             raise ConfigurationError("the last step() was interrupted: repeat it until it returns")
         self.arriving.settle()
-        group, client = self._group, self._client
         if self._in_job:
-            client.meet()
-            client.pull_range(0, self._rows.count, self._pulled).wait()
-            self._rows.write(self._pulled, self._rows.numbers)
-            self._has_finished = True
-            return
+            self._client.meet()
+            self._client.pull_range(0, self._rows.count, self._pulled).wait()
+        else:
+            self._finish_together()
+        self._rows.write(self._pulled, self._rows.numbers)
+        self._has_finished = True
+        # So a program that ends without close() leaves when the others need nothing of it any more.
+        self._client.finish()
+
+    def _finish_together(self) -> None:
+        """Get the final values in a job in which no rank is replaced."""
+        group, client = self._group, self._client
         if self._last_clock is None:
             clock = client.step
             client.retire()
@@ -557,8 +565,6 @@ class ServerSteps(DeferringSteps):
                 name, values = f"{self._name}.last", torch.from_numpy(self._pulled)
                 self._finals.append(group.control.broadcast(values, root=last, name=name, async_op=True))
             self._finals[1].wait()
-        self._rows.write(self._pulled, self._rows.numbers)
-        self._has_finished = True
 
     def save(self, folder: str | Path) -> None:
         """Write a snapshot of parameters and the servers' state, between two steps. Collective.
@@ -567,13 +573,15 @@ class ServerSteps(DeferringSteps):
 
         Raises:
             ConfigurationError: The servers keep nothing from step to step: save model and torch optimizer. Or a call of
-                ``step`` ran out of time.
+                ``step`` ran out of time, or ``finish`` was called.
         """
         if not self._keeps_values:
             raise ConfigurationError(
                 "optimizer='worker' with synchronous steps leaves nothing on servers: save the states of model and "
                 "torch optimizer"
             )
+        if self._has_finished:
+            raise ConfigurationError("local_steps.finish() was called: call save() before it")
         if self.is_interrupted:
             raise ConfigurationError("the last step() was interrupted: repeat it until it returns")
         if self._early is not None and self._early.have_left:
