@@ -8,6 +8,7 @@ so that the checks themselves are tested where there is none.
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import statistics
@@ -92,6 +93,31 @@ class Rank:
         width = 64 if self.small else 2048
         return torch.randn(16 if self.small else 512, width, generator=generator).to(self.device)
 
+    @functools.cached_property
+    def inputs(self):
+        """This rank's batch."""
+        return self.batch()
+
+    def backward(self, model):
+        """Compute the gradients of this rank's batch."""
+        model.zero_grad()
+        model(self.inputs).float().square().mean().backward()
+
+    def train(self, model, optimizer, rounds=5):
+        """The median time of a training step, in seconds. The loss must fall."""
+        losses = []
+
+        def step():
+            optimizer.zero_grad()
+            loss = model(self.inputs).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+
+        seconds = self.seconds(step, rounds)
+        assert losses[-1] < losses[0], f"the loss went from {losses[0]} to {losses[-1]}"
+        return seconds
+
     def check_equal(self, tensors, what):
         """Check that the tensors have the same bits on all ranks."""
         for number, tensor in enumerate(tensors):
@@ -161,22 +187,16 @@ def ddp(here):
         for wanted, gradient in zip(total, gradients, strict=True):
             wanted += gradient / here.size
     model = torch.nn.parallel.DistributedDataParallel(here.model(), bucket_cap_mb=4)
-    inputs = here.batch()
-
-    def step():
-        model.zero_grad()
-        model(inputs).square().mean().backward()
-
-    figures["step of DDP, ms"] = 1e3 * here.seconds(step)
+    figures["step of DDP, ms"] = 1e3 * here.seconds(lambda: here.backward(model))
     with model.no_sync():
-        figures["step without exchange, ms"] = 1e3 * here.seconds(step)
-    step()
+        figures["step without exchange, ms"] = 1e3 * here.seconds(lambda: here.backward(model))
+    here.backward(model)
     for wanted, parameter in zip(total, model.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, wanted, rtol=1e-4, atol=1e-6)
     here.check_equal([parameter.grad for parameter in model.parameters()], "DDP's gradients")
     gloo = dist.new_group(backend="gloo")
-    model = torch.nn.parallel.DistributedDataParallel(here.model(), bucket_cap_mb=4, process_group=gloo)
-    figures["step of DDP on gloo, ms"] = 1e3 * here.seconds(step)
+    other = torch.nn.parallel.DistributedDataParallel(here.model(), bucket_cap_mb=4, process_group=gloo)
+    figures["step of DDP on gloo, ms"] = 1e3 * here.seconds(lambda: here.backward(other))
     return figures
 
 
@@ -202,12 +222,10 @@ def ddp_hook(here):
             dist.all_reduce(parts)
             torch.testing.assert_close(applied.cpu(), parts[0] - parts[1], rtol=1e-3, atol=1e-5)
 
-        def step(model=model, inputs=inputs):
-            model.zero_grad()
-            model(inputs).square().mean().backward()
-
         name = "totalreduce" if backend == "totalreduce" else "gloo"
-        figures[f"step with Ok-Topk on {name}, ms"] = 1e3 * here.seconds(step, rounds=5)
+        figures[f"step with Ok-Topk on {name}, ms"] = 1e3 * here.seconds(
+            lambda model=model: here.backward(model), rounds=5
+        )
         here.check_equal([parameter.grad for parameter in model.parameters()], f"gradients on {name}")
         state.close()
         # The destructor of a gloo group joins the group's threads without giving up Python's lock (torch 2.13). A
@@ -223,18 +241,7 @@ def _train(here, group, sync, steps):
     tr.broadcast_parameters(model, group)
     options = {} if sync is None else {"sync": sync}
     optimizer = tr.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model, group=group, **options)
-    inputs, losses = here.batch(), []
-
-    def step():
-        optimizer.zero_grad()
-        loss = model(inputs).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-
-    seconds = here.seconds(step, steps)
-    assert losses[-1] < losses[0], f"the loss went from {losses[0]} to {losses[-1]}"
-    return seconds, list(model.parameters())
+    return here.train(model, optimizer, steps), list(model.parameters())
 
 
 def _native(here, backend):
@@ -458,13 +465,7 @@ def fsdp(here):
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        inputs = here.batch()
-
-        def step(model=model, inputs=inputs):
-            model(inputs).float().square().mean().backward()
-            model.zero_grad()
-
-        figures[f"step of FSDP2, {name}, ms"] = 1e3 * here.seconds(step)
+        figures[f"step of FSDP2, {name}, ms"] = 1e3 * here.seconds(lambda model=model: here.backward(model))
     return figures
 
 
@@ -534,19 +535,7 @@ def methods(here):
         optimizer = tr.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.01), model, group=group, sync=sync, name=name
         )
-        inputs = here.batch()
-
-        def step(model=model, optimizer=optimizer, inputs=inputs):
-            optimizer.zero_grad()
-            loss = model(inputs).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss.item()
-
-        before = step()
-        figures[f"step with {name}, ms"] = 1e3 * here.seconds(step, rounds=5)
-        after = step()
-        assert after < before, f"{name}: the loss went from {before} to {after}"
+        figures[f"step with {name}, ms"] = 1e3 * here.train(model, optimizer)
         if name in strategies:
             optimizer.local_steps.finish()
         assert {parameter.device for parameter in model.parameters()} == {here.device}
@@ -665,17 +654,7 @@ def horovod(here):
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.01), named_parameters=model.named_parameters()
     )
-    inputs, losses = here.batch(), []
-
-    def step():
-        optimizer.zero_grad()
-        loss = model(inputs).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-
-    figures = {"step of Horovod's optimizer, ms": 1e3 * here.seconds(step, 5)}
-    assert losses[-1] < losses[0]
+    figures = {"step of Horovod's optimizer, ms": 1e3 * here.train(model, optimizer)}
     everybody = hvd.allgather(torch.cat([each.detach().flatten() for each in model.parameters()])[None])
     assert all(torch.equal(everybody[0], each) for each in everybody), "the parameters differ between ranks"
     hvd.shutdown()
@@ -694,13 +673,7 @@ def mixed(here):
         dist.all_reduce(tensor)
         assert (tensor == sum(range(1, here.size + 1))).all()
     model = torch.nn.parallel.DistributedDataParallel(here.model(), device_ids=[here.device])
-    inputs = here.batch()
-
-    def step():
-        model.zero_grad()
-        model(inputs).square().mean().backward()
-
-    figures = {"step of DDP over NCCL, ms": 1e3 * here.seconds(step)}
+    figures = {"step of DDP over NCCL, ms": 1e3 * here.seconds(lambda: here.backward(model))}
     dist.barrier()
     return figures
 

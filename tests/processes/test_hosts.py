@@ -441,6 +441,23 @@ with tr.ps.connect(tr.init(), num_keys=1000, replicas=2) as client:
 """
 
 
+def run_with_a_server(folder, program, hosts, follow, **options):
+    """Run two workers and a server, and take in others."""
+    run = Run(
+        folder,
+        2,
+        num_servers=1,
+        program=program,
+        hosts=hosts,
+        on_event=follow,
+        on_loss="shrink",
+        restarts=0,
+        **options,
+    )
+    assert run.result.exit_code == 0, run.result.errors
+    return run, [[member["seat"] for member in event["members"]] for event in run.epochs()]
+
+
 def test_servers_come_and_go_with_the_file_of_hosts(tmp_path, hosts_of):
     """One server becomes three; then the host of the first one leaves. No push is lost, and none counts twice."""
     file, program, folder = tmp_path / "hosts", tmp_path / "train.py", tmp_path / "run"
@@ -459,25 +476,13 @@ def test_servers_come_and_go_with_the_file_of_hosts(tmp_path, hosts_of):
         if seats == [0, 1, 3, 4]:
             threading.Timer(1.0, (folder / "stop").touch).start()
 
-    run = Run(
-        folder,
-        2,
-        num_servers=1,
-        program=program,
-        hosts=hosts_of("127.0.0.2:2,127.0.0.3:1", file),
-        on_event=follow,
-        on_loss="shrink",
-        restarts=0,
-        max_servers=3,
-    )
-    assert run.result.exit_code == 0, run.result.errors
+    run, seats = run_with_a_server(folder, program, hosts_of("127.0.0.2:2,127.0.0.3:1", file), follow, max_servers=3)
     ends = [output.split(" ", 1) for output in run.result.output[:2]]
     total = float(sum(int(steps) for steps, _ in ends))
     assert any(rest.startswith(f"[{total}] ") for _, rest in ends), ends
     for _, rest in ends:
         served = json.loads(rest.split(" ", 1)[1])
         assert served[-1] == [3, 4]
-    seats = [[member["seat"] for member in event["members"]] for event in run.epochs()]
     assert seats[0] == [0, 1, 2]
     assert [0, 1, 2, 3, 4] in seats
     assert seats[-1] == [0, 1, 3, 4]
@@ -522,20 +527,8 @@ def test_workers_come_with_the_file_of_hosts_and_steps_become_those_of_three(tmp
         if seats == [0, 1, 2, 3, 4]:
             threading.Timer(1.0, (folder / "stop").touch).start()
 
-    run = Run(
-        folder,
-        2,
-        num_servers=1,
-        program=program,
-        hosts=hosts_of("127.0.0.2:2,127.0.0.3:1", file),
-        on_event=follow,
-        on_loss="shrink",
-        restarts=0,
-        max_ranks=3,
-        max_servers=2,
-    )
-    assert run.result.exit_code == 0, run.result.errors
-    seats = [[member["seat"] for member in event["members"]] for event in run.epochs()]
+    at_first = hosts_of("127.0.0.2:2,127.0.0.3:1", file)
+    run, seats = run_with_a_server(folder, program, at_first, follow, max_ranks=3, max_servers=2)
     assert seats[0] == [0, 1, 3]
     assert [0, 1, 2, 3, 4] in seats
     (*first, third) = [[json.loads(word) for word in output.split(" ", 2)] for output in run.result.output[:3]]
