@@ -62,9 +62,15 @@ class Seats:
         return range(self.workers, self.count)
 
     @property
+    def first_ranges(self) -> list[range]:
+        """The seats with which the job begins: those of workers, and then those of ranks that only serve."""
+        ranges = range(self.first_workers), range(self.workers, self.workers + self.first_servers)
+        return [each for each in ranges if each]
+
+    @property
     def first(self) -> list[int]:
         """The seats with which the job begins."""
-        return [*range(self.first_workers), *range(self.workers, self.workers + self.first_servers)]
+        return [seat for each in self.first_ranges for seat in each]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -379,8 +385,7 @@ def _json_of(line: bytes) -> object:
 
 def worker_variables(options: RecoveryOptions, seats: Seats, address: str, port: int) -> dict[str, str]:
     """Return the variables by which a worker knows the keeper and the policy."""
-    first, serving = seats.first_workers - 1, seats.workers
-    begin = f"0-{first}" + (f",{serving}-{serving + seats.first_servers - 1}" if seats.first_servers else "")
+    begin = ",".join(f"{each[0]}-{each[-1]}" for each in seats.first_ranges)
     values = (options.on_loss, f"{address}:{port}", str(options.min_ranks), begin, "0")
     return dict(zip(RECOVERY_VARIABLES, values, strict=True))
 

@@ -257,9 +257,8 @@ class Shard:
         for worker, clock in enumerate(clocks):
             if ABSENT in (clock, self.clocks.of(worker)):
                 self.clocks.place(worker, clock)
-                if (
-                    0 < clock < FINISHED
-                ):  # what the program pushes before its first step belongs to the begin of the job
+                # What the program pushes before its first step belongs to the begin of the job, which is over.
+                if 0 < clock < FINISHED:
                     self._applied[worker] = max(self._applied[worker], mark_of(clock, -1))
             elif clock > self.clocks.of(worker):
                 kind = Kind.FINISH if clock == FINISHED else Kind.CLOCK
@@ -422,8 +421,7 @@ class Shard:
         absent = [
             (other, self.clocks.of(other))
             for other, its in enumerate(self._streams)
-            if self.clocks.of(other) not in (FINISHED, ABSENT)
-            and not (its.queue and its.queue[0].header.kind is Kind.SAVE)
+            if not self.has_finished(other) and not (its.queue and its.queue[0].header.kind is Kind.SAVE)
         ]
         if request.header.mark <= self._applied[worker] or not absent:
             stream.told = None
