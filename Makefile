@@ -54,7 +54,7 @@ lint: $(STAMP)
 # One process compiles Numba's kernels and another one the Python modules where that was not done yet. Parallel workers
 # that find none would each compile all of them.
 warm-kernels: $(KERNEL_STAMP)
-	PYTHONPATH=src $(BIN)/python -c 'import torch; from totalreduce.kernels import ahead, exchange; torch.optim.SGD([torch.zeros(1)]); ahead.load(); ahead.load_codecs(); exchange.load()'
+	PYTHONPATH=src $(BIN)/python -c 'import torch; from totalreduce.kernels import ahead, exchange, relay; torch.optim.SGD([torch.zeros(1)]); ahead.load(); ahead.load_codecs(); exchange.load(); relay.load()'
 
 warm-tests: $(STAMP)
 	$(PYTEST) --collect-only --quiet > $(VENV)/.collected || { tail -n 30 $(VENV)/.collected; exit 1; }

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from totalreduce.fastlane.board import BoardLayout
-from totalreduce.kernels import exchange
+from totalreduce.kernels import element_types, exchange
 
 BOARD = BoardLayout(64)
 ARENA = BOARD.end
@@ -49,9 +49,9 @@ class Host:
         part = -(-(-(-tensor.size // lanes) // 1) // ranks)
         block[exchange.RANKS], block[exchange.ME] = ranks, rank
         block[exchange.ADDS] = block[exchange.GATHERS] = block[exchange.IS_CUT] = 1
-        block[exchange.KIND] = exchange.FLOAT32 if itemsize == 4 else exchange.FLOAT64
+        block[exchange.KIND] = element_types.FLOAT32 if itemsize == 4 else element_types.FLOAT64
         block[exchange.ITEMSIZE] = itemsize
-        block[exchange.REDUCTION], block[exchange.DIVISOR] = exchange.SUM, divisor
+        block[exchange.REDUCTION], block[exchange.DIVISOR] = element_types.SUM, divisor
         block[exchange.COUNT], block[exchange.LANES], block[exchange.IS_WHOLE] = tensor.size, lanes, whole
         block[exchange.PIECE] = piece
         block[exchange.LANE_ROUNDS] = max(1, -(-part // piece))

@@ -26,6 +26,7 @@ in this table are those of the Total Reduce paper:
 ``reception``          the memory for received bodies; ``floating`` keeps messages that arrive before their operation is
                        submitted, and ``scratch`` lends temporary buffers
 ``carrier``            optional: carries operations out in shared memory instead of by messages (``fastlane``)
+``relaying``           hands large operations over to the transport's relay, if it has one
 ``computations``       the additions and copies of received bytes that can be carried out (*computation list*)
 ``signatures``         the check that all ranks have submitted the same kind, element type, shape, reduction, root
                        and schedule
@@ -87,6 +88,7 @@ from totalreduce.engine.operation import Arrival, Carriage, Lane, Operation, Sta
 from totalreduce.engine.outbox import NO_KEY, Outbox, OutgoingMessage, QueuedMessage
 from totalreduce.engine.planner import Planner
 from totalreduce.engine.reception import Delivery, Reception
+from totalreduce.engine.relaying import Relaying
 from totalreduce.engine.rendezvous import Rendezvous
 from totalreduce.engine.reports import Reports
 from totalreduce.engine.signatures import ENDS_EARLY, SignatureExchange
@@ -165,6 +167,7 @@ class Engine:
         self.channels.on_forgotten = self.reception.forget_bodies
         self.reports = Reports(counters, self.observers)
         floating = self.reception.floating
+        self.relaying = Relaying(config, outbox, self.reception, counters)
         self._rendezvous = Rendezvous(config, share, table, floating, outbox, counters)
         self._signatures = signatures = SignatureExchange(rank, table, outbox, members, counters)
         self._any_receives = AnyReceives(table.names, table.early, floating, members.departed)
@@ -305,6 +308,17 @@ class Engine:
                 operation.carriage = None
                 self._start(operation, record, NO_FRAMES, now)
 
+    def hand_over(self, now: float) -> None:
+        """Hand operations over to the relay (``relaying``)."""
+        for operation in self.relaying.hand_over():
+            if operation.state is State.WAITING:
+                self._first_byte(operation, now)
+
+    def relay_ended(self, operation: Operation, now: float) -> None:
+        """Record that the relay has exchanged all messages of an operation."""
+        if not operation.finished:
+            self._end(operation, now, None)
+
     def promote(self, operation: Operation, now: float) -> None:
         """Send the messages of an operation before those of operations that are not promoted, here and at its peers.
 
@@ -317,6 +331,8 @@ class Engine:
         operation.promoted = True
         self.counters.promotions += 1
         self.outbox.promote(operation)
+        if operation.relayed is not None:
+            operation.relayed.promote()
         for observer in self.observers:
             observer.promoted(operation.name, operation.key[1], now)
 
@@ -463,6 +479,10 @@ class Engine:
             self.take_back(operation, now)
         if operation.finished or operation.carriage is not None:
             return reception.sink(peer, header)
+        if operation.relayed is not None:
+            raise ProtocolError(
+                f"rank {peer} sent lane {header.lane}, step {header.step} of {operation.name!r} out of turn"
+            )
         if header.flags & Flag.URGENT:
             self.promote(operation, now)
         if peer not in operation.posted_by:
@@ -651,6 +671,8 @@ class Engine:
         if not operation.finished:
             for lane in operation.lanes:
                 self._advance(operation, lane, now)
+        if not self.observers:  # the relay reports no messages
+            self.relaying.started(operation)
         for peer in self.members.silent():
             self._fail_if_needed(operation, peer, now)
 
@@ -697,6 +719,8 @@ class Engine:
         if operation.carriage is not None:
             assert self.carrier is not None
             self.carrier.ended(operation, failed=error is not None)
+        if operation.relayed is not None and error is not None:
+            operation.relayed.fail()
         group_goes_on = self.members.lost is None and not self.members.closed
         self.table.end(operation, error, now, group_goes_on=group_goes_on)
         self.stalls.forget(operation.key)

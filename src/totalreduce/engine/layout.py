@@ -90,6 +90,7 @@ class OperationLayout:
             (``Transport.bulk_peers``), because one is longer than ``EngineConfig.bulk_bytes``. They may not take
             two connections, because those of a lane must arrive in the order of the steps (``SendQueue.push_back``).
         carried_by: What the carrier has computed for operations of this layout; ``False``: it takes none of them.
+        relay_plan: The same of the relay (``engine.relaying``).
     """
 
     __slots__ = (
@@ -109,6 +110,7 @@ class OperationLayout:
         "partial_dtype",
         "program",
         "ranks",
+        "relay_plan",
         "signature",
         "sizes",
         "uneven",
@@ -130,6 +132,7 @@ class OperationLayout:
         """
         self.signature, self.program, self.ranks, self.sizes = signature, program, ranks, list(sizes)
         self.carried_by: Any = None
+        self.relay_plan: Any = None
         dtype = self.dtype = signature.dtype
         self.itemsize = dtype.itemsize
         widen = dtype.is_half and config.half_accumulation == "float32" and program.partial_sums

@@ -19,9 +19,9 @@ from typing import Any, Final, Protocol
 
 from totalreduce.engine.layout import OperationLayout, Region
 from totalreduce.foundation.types import DType, Signature
-from totalreduce.schedules.actions import Program
+from totalreduce.schedules.actions import Program, Receive, Send
 
-__all__ = ["Arrival", "BodyMemory", "Carriage", "Lane", "Operation", "State"]
+__all__ = ["Arrival", "BodyMemory", "Carriage", "Lane", "Operation", "RelayedOperation", "State"]
 
 
 class State(enum.IntEnum):
@@ -69,6 +69,19 @@ class Carriage(Protocol):
 
     def progress(self) -> str:
         """Return the progress of the operation in words."""
+
+
+class RelayedOperation(Protocol):
+    """An operation in the relay. All methods may be called by any thread."""
+
+    def promote(self) -> None:
+        """Send its messages before those of operations that are not promoted."""
+
+    def fail(self) -> None:
+        """Receive and send no further message of it. Its memory is used no more after the next ``progress``."""
+
+    def positions(self) -> list[tuple[int, int]]:
+        """Return for each lane the index of the next row that receives, and of the next one that sends."""
 
 
 @dataclass(slots=True, eq=False)
@@ -125,6 +138,7 @@ class Operation:
         sequence: The position in the order of submission on this rank.
         owner: A value of the caller, which the engine does not read.
         carriage: What the carrier keeps of the operation; ``None`` if messages carry it out.
+        relayed: The operation in the relay, which has all its messages from then on; ``None`` if the engine has them.
         state: Where the operation is in its life.
         described: Whether this rank has told its neighbours the signature. If not, they conclude it from the previous
             operation of the same name.
@@ -158,6 +172,7 @@ class Operation:
         "priority",
         "promoted",
         "queued",
+        "relayed",
         "sequence",
         "state",
         "submitted_at",
@@ -187,6 +202,7 @@ class Operation:
         self.computing = 0
         self.messages_received = 0
         self.carriage: Carriage | None = None
+        self.relayed: RelayedOperation | None = None
         self.described = False
         self.promoted = False
         self.state = State.WAITING
@@ -231,6 +247,10 @@ class Operation:
         """Return its progress in words."""
         if self.carriage is not None:
             return self.carriage.progress()
+        if self.relayed is not None:
+            actions = self.program.actions
+            ends = [receives for receives, _ in self.relayed.positions()]
+            self.messages_received = sum(isinstance(action, Receive) for end in ends for action in actions[:end])
         total = len(self.program.receives) * len(self.lanes)
         text = f"{self.messages_received} of {total} messages received"
         if self.held:
@@ -246,6 +266,8 @@ class Operation:
 
         A message that the transport has taken is missing only if the peer is ``unreachable`` and it was not sent.
         """
+        if self.relayed is not None:
+            return self._is_needed_by_relay(peer)
         if peer in self.held:
             return True
         if any(not (message.sent if unreachable else message.taken) for message in self.queued.get(peer, ())):
@@ -254,6 +276,16 @@ class Operation:
             action.peer == peer and lane.regions[index] is not None and index not in lane.arrivals
             for lane in self.lanes
             for index, action in enumerate(self.layout.program.actions[lane.position :], lane.position)
+        )
+
+    def _is_needed_by_relay(self, peer: int) -> bool:
+        """Return whether the relay has still to exchange a message with a peer."""
+        assert self.relayed is not None
+        return any(
+            action.peer == peer and lane.regions[index] is not None
+            for lane, (receives, sends) in zip(self.lanes, self.relayed.positions(), strict=True)
+            for index, action in enumerate(self.program.actions)
+            if index >= (sends if isinstance(action, Send) else receives)
         )
 
     def segment(self, region: Region, lane: int, *, partial: bool = False) -> memoryview:

@@ -114,6 +114,12 @@ class SendQueue:
         self._take(message)
         return message
 
+    def peek(self) -> QueuedMessage | None:
+        """Return the most urgent message; ``None`` if no message waits."""
+        while self._heap and self._heap[0][2].taken:
+            heapq.heappop(self._heap)
+        return self._heap[0][2] if self._heap else None
+
     def discard(self, message: QueuedMessage) -> None:
         """Forget a message whose operation failed."""
         if not message.taken:
@@ -389,7 +395,7 @@ class Outbox:
                 queue.rerank(message)
 
     def discard(self, operation: Operation) -> None:
-        """Forget the data messages of an operation that has failed."""
+        """Forget the data messages of an operation that has failed, or that the relay has taken."""
         for peer, messages in operation.queued.items():
             queue = self._queue(peer, operation)
             for message in messages:

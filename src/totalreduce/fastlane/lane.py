@@ -24,28 +24,12 @@ from totalreduce.fastlane.stages import Stages
 from totalreduce.foundation.types import DType, OpKind, ReduceOp
 from totalreduce.kernels import exchange
 from totalreduce.kernels.arrays import Array
+from totalreduce.kernels.element_types import FLOAT32, KINDS, REDUCTIONS, SUM, has_code
 from totalreduce.schedules.actions import Chunking
 from totalreduce.transports.base import Boards
 
 __all__ = ["Carriage", "FastLane"]
 
-#: The element types that the lane adds: their numbers in a block.
-_DTYPES: Final = {
-    DType.FLOAT32: exchange.FLOAT32,
-    DType.FLOAT64: exchange.FLOAT64,
-    DType.BFLOAT16: exchange.BFLOAT16,
-    DType.INT32: exchange.INT32,
-    DType.INT64: exchange.INT64,
-}
-_REDUCTIONS: Final = {
-    ReduceOp.SUM: exchange.SUM,
-    ReduceOp.AVG: exchange.SUM,
-    ReduceOp.PRODUCT: exchange.PRODUCT,
-    ReduceOp.MIN: exchange.MIN,
-    ReduceOp.MAX: exchange.MAX,
-}
-_OF_FLOATS: Final = frozenset({ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT})
-_OF_INTEGERS: Final = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX})
 #: Operations of which every rank's part is its own block.
 _GATHERINGS: Final = frozenset({OpKind.ALLGATHER, OpKind.BROADCAST})
 #: How often a rank that has a core of its own looks again: about 0.2 ms.
@@ -130,8 +114,8 @@ class _Plan:
         board.fill(block, size)
         block[exchange.RANKS], block[exchange.ME] = size, me
         block[exchange.ADDS], block[exchange.GATHERS], block[exchange.IS_CUT] = adds, gathers, not blocks
-        block[exchange.KIND], block[exchange.ITEMSIZE] = _DTYPES.get(layout.dtype, exchange.FLOAT32), itemsize
-        block[exchange.REDUCTION] = _REDUCTIONS.get(signature.reduction, exchange.SUM)
+        block[exchange.KIND], block[exchange.ITEMSIZE] = KINDS.get(layout.dtype, FLOAT32), itemsize
+        block[exchange.REDUCTION] = REDUCTIONS.get(signature.reduction, SUM)
         block[exchange.DIVISOR] = size if signature.reduction is ReduceOp.AVG else 1
         block[exchange.COUNT], block[exchange.LANES] = count, num_lanes
         block[exchange.IS_WHOLE], block[exchange.PIECE] = is_whole, piece
@@ -563,7 +547,7 @@ class FastLane:
         dtype, reduction = layout.dtype, layout.signature.reduction
         if dtype.is_half and layout.program.partial_sums and layout.partial_dtype is not DType.FLOAT32:
             return False  # the schedule rounds after every addition
-        return dtype in _DTYPES and reduction in (_OF_FLOATS if dtype.is_floating_point else _OF_INTEGERS)
+        return has_code(dtype, reduction)
 
     def _free_entry(self, key: tuple[int, int], besides: Carriage | None = None) -> int | None:
         """Return an entry in which an operation may be announced, but none of ``besides``."""

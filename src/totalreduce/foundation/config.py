@@ -99,6 +99,10 @@ class TcpConfig:
     """Congestion control by name. ``None``: the system's, but ``cubic`` (or ``reno``) where the round trip is shorter
     than 5 ms: BBR's pacing made loopback 1.3x to 1.5x slower, and every ten seconds it empties a link for 0.2 s, for
     which a whole ring waits (64 MiB, 8 hosts at 1 Gbit/s: 94.1 % of the wire instead of 95)."""
+    relay: bool | None = None
+    """Whether a compiled function moves the messages of large operations (``relay``). Without it the engine does, with
+    the same messages and the same results; so ranks may differ in this. ``None``: as ``TOTALREDUCE_RELAY`` says, and by
+    default it does."""
     heartbeat_s: float = 0.25
     """The time between two heartbeats of an idle connection, in both directions."""
     silence_s: float = 2.0
@@ -118,6 +122,11 @@ class TcpConfig:
                 f"heartbeat_s ({self.heartbeat_s:g}) must be smaller than silence_s ({self.silence_s:g})"
             )
         checks.integer_fields(self, "notsent_lowat_bytes", "pending_handshakes_max", minimum=1, maximum=2**31 - 1)
+
+    @property
+    def has_relay(self) -> bool:
+        """Whether the relay is on: it is, unless an argument or the environment has switched it off."""
+        return self.relay is not False
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,7 @@ class Settings:
         log_format: ``text`` or ``json``.
         live: The folder into which ranks write their figures; ``None``: no figures are written.
         fast_lane: Whether ranks of one host exchange tensors without messages.
+        relay: Whether a compiled function moves the messages of large operations over TCP.
         process_reads: Whether ranks of one host may read each other's process memory.
         tls: Certificate, key and authority of the TCP transport.
         on_loss: What happens when a rank is lost: ``replace`` or ``shrink``. ``None``: the job ends.
@@ -72,6 +73,7 @@ class Settings:
     log_format: str | None = None
     live: Path | None = None
     fast_lane: bool | None = None
+    relay: bool | None = None
     process_reads: bool | None = None
     tls: Tls | None = None
     on_loss: str | None = None
@@ -160,6 +162,7 @@ _SETTINGS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "TOTALREDUCE_LOG_FORMAT": ("log_format", _one_of("text", "json")),
     LIVE: ("live", _live_folder),
     "TOTALREDUCE_FAST_LANE": ("fast_lane", _switch),
+    "TOTALREDUCE_RELAY": ("relay", _switch),
     "TOTALREDUCE_PROCESS_READS": ("process_reads", _switch),
     "TOTALREDUCE_ON_LOSS": ("on_loss", _one_of("replace", "shrink")),
     "TOTALREDUCE_KEEPER": ("keeper", _address_and_port),

@@ -1,6 +1,6 @@
-"""Words of shared memory by their address, for compiled functions that run on several processes at the same time.
+"""Memory by its address, and functions of the C library, for compiled functions (``exchange_code``, ``relay_code``).
 
-Numba compiles these functions into ``exchange_code``. An address is an integer, because the memory of another process
+An address is an integer, because the memory of another process
 is no array of this one. ``load`` and ``store`` keep their order towards other memory accesses (acquire and release);
 ``vectors.fence`` also orders a store before a later load.
 """
@@ -18,17 +18,25 @@ __all__ = [
     "BLOCK_BYTES",
     "LINE_BYTES",
     "copy_bytes",
+    "error_number_at",
     "float32_at",
     "float64_at",
     "int32_at",
     "int64_at",
     "load",
+    "move_bytes",
     "pause",
+    "poll",
     "read_clock",
     "read_process",
+    "receive",
+    "send_message",
+    "set_option",
     "store",
     "stream_block",
+    "uint8_at",
     "uint16_at",
+    "wait_for_events",
     "yield_core",
 ]
 
@@ -52,6 +60,22 @@ read_process = types.ExternalFunction(
     "process_vm_readv",
     types.int64(types.int32, types.int64, types.int64, types.int64, types.int64, types.int64),
 )
+#: The C library's ``memmove``, for addresses: target, source, number of bytes.
+move_bytes = types.ExternalFunction("memmove", types.int64(types.int64, types.int64, types.int64))
+#: Linux's ``epoll_wait``: the epoll object, the address of room for events, for how many, and milliseconds.
+wait_for_events = types.ExternalFunction("epoll_wait", types.int32(types.int32, types.int64, types.int32, types.int32))
+#: The C library's ``poll``: the address of the descriptors, their number, milliseconds.
+poll = types.ExternalFunction("poll", types.int32(types.int64, types.int64, types.int32))
+#: The C library's ``recv``: the socket, the address, the number of bytes, flags.
+receive = types.ExternalFunction("recv", types.int64(types.int32, types.int64, types.int64, types.int32))
+#: The C library's ``sendmsg``: the socket, the address of a ``struct msghdr``, flags.
+send_message = types.ExternalFunction("sendmsg", types.int64(types.int32, types.int64, types.int32))
+#: The C library's ``setsockopt``: the socket, the level, the option, the address of its value, the value's length.
+set_option = types.ExternalFunction(
+    "setsockopt", types.int32(types.int32, types.int32, types.int32, types.int64, types.int32)
+)
+#: Returns the address of this thread's ``errno``.
+error_number_at = types.ExternalFunction("__errno_location", types.int64())
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -124,4 +148,5 @@ def _pointer_to(element: types.Type) -> Any:
 
 
 float32_at, float64_at = _pointer_to(types.float32), _pointer_to(types.float64)
-uint16_at, int32_at, int64_at = _pointer_to(types.uint16), _pointer_to(types.int32), _pointer_to(types.int64)
+uint8_at, uint16_at = _pointer_to(types.uint8), _pointer_to(types.uint16)
+int32_at, int64_at = _pointer_to(types.int32), _pointer_to(types.int64)

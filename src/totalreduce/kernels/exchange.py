@@ -32,35 +32,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final
 
 from totalreduce.kernels import machine_code
 
 __all__ = [
     "ADVANCE",
-    "BFLOAT16",
     "CONFLICT",
     "COUNTED",
     "DONE",
     "ENTRY_BYTES",
-    "FLOAT32",
-    "FLOAT64",
     "HAS_CHANGED",
     "HAS_ENDED",
-    "INT32",
-    "INT64",
     "IS_READ",
     "IS_WHOLE",
     "LOOK",
     "MARK_FAILED",
-    "MAX",
-    "MIN",
     "PEER_WORDS",
     "PENDING",
-    "PRODUCT",
     "RESTART",
-    "SUM",
     "VIOLATION",
     "WITHDRAW",
     "Exchange",
@@ -154,9 +144,6 @@ COUNTED = 1024
 #: Results of ``advance``. ``CONFLICT``: a rank has announced another signature. ``VIOLATION``: a rank has announced
 #: what no correct rank does.
 PENDING, DONE, CONFLICT, VIOLATION = 0, 1, 2, 3
-SUM, MIN, MAX, PRODUCT = 1, 3, 4, 5
-#: Element types. Sums of bfloat16 are float32, and are rounded once. Of floats there are no minima and maxima.
-FLOAT32, FLOAT64, INT32, INT64, BFLOAT16 = 0, 1, 2, 3, 4
 
 # -------------------------------------------------------------------------------------------------------- the function
 
@@ -198,9 +185,5 @@ def block_words(ranks: int) -> int:
 @functools.cache
 def load() -> machine_code.Loaded:
     """Return the compiled function (see ``Exchange``). The first call on a machine compiles it, which takes seconds."""
-    folder = Path(__file__).parent
-    sources = [
-        folder / name
-        for name in ("exchange.py", "exchange_code.py", "atomics.py", "float_mode.py", "halves.py", "vectors.py")
-    ]
+    sources = machine_code.files("exchange.py", "exchange_code.py", "float_mode.py", "vectors.py")
     return machine_code.load("totalreduce.kernels.exchange_code", NUM_ARGUMENTS, sources)

@@ -6,19 +6,16 @@ raise no exception: nothing could catch one. Addresses and counts are integers o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from time import CLOCK_MONOTONIC
-from typing import Any, TypeVar
+from typing import Any
 
-from numba import cfunc, float32, float64, int64, njit
+from numba import cfunc, int64
 
 from totalreduce.kernels.atomics import (
     BLOCK_BYTES,
     LINE_BYTES,
     copy_bytes,
     float32_at,
-    float64_at,
-    int32_at,
     int64_at,
     load,
     pause,
@@ -29,12 +26,13 @@ from totalreduce.kernels.atomics import (
     uint16_at,
     yield_core,
 )
+from totalreduce.kernels.element_types import BFLOAT16
+from totalreduce.kernels.elements import average, combine, compiled, round_off, widen
 from totalreduce.kernels.exchange import (
     ADDS,
     ADVANCE,
     ANNOUNCED,
     ASLEEP,
-    BFLOAT16,
     BOARD_AT,
     CONFLICT,
     COPIED,
@@ -55,8 +53,6 @@ from totalreduce.kernels.exchange import (
     ENTRY,
     ENTRY_BYTES,
     FETCHED,
-    FLOAT32,
-    FLOAT64,
     FOUND,
     GATHERS,
     HAS_CHANGED,
@@ -65,7 +61,6 @@ from totalreduce.kernels.exchange import (
     HERE,
     HERE_BYTES,
     HOME,
-    INT32,
     IS_CUT,
     IS_READ,
     IS_WHOLE,
@@ -79,10 +74,8 @@ from totalreduce.kernels.exchange import (
     LENGTH,
     LOOK,
     MARK_FAILED,
-    MAX,
     ME,
     MEMORY,
-    MIN,
     NANOSECONDS,
     NUM_ARGUMENTS,
     ORDER,
@@ -117,7 +110,6 @@ from totalreduce.kernels.exchange import (
     STAGED,
     STAGES_AT,
     STAGES_END,
-    SUM,
     SUMS,
     TENSOR,
     THERE,
@@ -129,23 +121,15 @@ from totalreduce.kernels.exchange import (
     YIELD_NS,
 )
 from totalreduce.kernels.float_mode import restore_mode, use_default_mode
-from totalreduce.kernels.halves import rounded, widened
 from totalreduce.kernels.vectors import fence
 
 __all__ = ["assembly"]
 
-F = TypeVar("F", bound=Callable[..., Any])
 #: A pointer to the words of a block.
 Words = Any
 
 
-def _compiled(function: F) -> F:
-    """Compile a function when another one that calls it is compiled. A division by zero raises nothing."""
-    compiled: F = njit(error_model="numpy", _nrt=False)(function)
-    return compiled
-
-
-@_compiled
+@compiled
 def _stream(target: Any, source: Any, num_bytes: Any) -> None:
     """Copy bytes past the caches: the target's lines are not read before they are written, and displace nothing.
 
@@ -160,12 +144,12 @@ def _stream(target: Any, source: Any, num_bytes: Any) -> None:
     fence()
 
 
-@_compiled
+@compiled
 def _peer(block: Words, peer: Any) -> Any:
     return int64(HEAD_WORDS + block[RANKS] * block[RANKS] + peer * PEER_WORDS)
 
 
-@_compiled
+@compiled
 def _range(total: Any, parts: Any, index: Any) -> Any:
     """As ``foundation.partition.balanced_range``."""
     size = total // parts
@@ -174,7 +158,7 @@ def _range(total: Any, parts: Any, index: Any) -> Any:
     return start, start + size + (1 if index < larger else 0)
 
 
-@_compiled
+@compiled
 def _part(block: Words, lane: Any, part: Any) -> Any:
     """Return the elements of a part of a lane: of the tensor if parts are cut, otherwise of the block."""
     if block[IS_CUT] == 0:
@@ -184,25 +168,25 @@ def _part(block: Words, lane: Any, part: Any) -> Any:
     return first + start, first + stop
 
 
-@_compiled
+@compiled
 def _own(block: Words, part: Any, start: Any) -> Any:
     """Return the address of the elements of a part from ``start`` on in this rank's tensor."""
     return int64(block[TENSOR] + block[_peer(block, part) + PART_AT] + start * block[ITEMSIZE])
 
 
-@_compiled
+@compiled
 def _result(block: Words, part: Any, start: Any) -> Any:
     """Return the address at which this rank writes the results of a part from ``start`` on."""
     return _own(block, part, start) if block[RESULT] == 0 else int64(block[RESULT] + start * block[ITEMSIZE])
 
 
-@_compiled
+@compiled
 def _readable(block: Words, peer: Any) -> Any:
     """Return the number of elements that a peer makes readable."""
     return block[COUNT] if block[ADDS] != 0 else int64(block[_peer(block, peer) + PART_COUNT])
 
 
-@_compiled
+@compiled
 def _operation(block: Words) -> Any:
     """Return the number by which the operation is announced: one number for its key and its iteration, never 0.
 
@@ -212,7 +196,7 @@ def _operation(block: Words) -> Any:
     return number if number != 0 else int64(1)
 
 
-@_compiled
+@compiled
 def _is_there(block: Words, entry: Any) -> Any:
     """Return whether an entry announces the operation.
 
@@ -222,13 +206,13 @@ def _is_there(block: Words, entry: Any) -> Any:
     return load(entry + E_OPERATION) == _operation(block)
 
 
-@_compiled
+@compiled
 def _probed(block: Words, at: Any, probe: Any) -> Any:
     """Return the address of an entry in which the peer whose words begin ``at`` may have announced the operation."""
     return int64(block[at + MEMORY] + block[BOARD_AT] + (block[HOME] + probe) % block[ENTRIES] * ENTRY_BYTES)
 
 
-@_compiled
+@compiled
 def _look(block: Words) -> Any:
     """As ``exchange.LOOK`` says."""
     for peer in range(block[RANKS]):
@@ -270,7 +254,7 @@ def _look(block: Words) -> Any:
     return PENDING
 
 
-@_compiled
+@compiled
 def _least(block: Words, counter: Any) -> Any:
     """Return the smallest value of a counter of the peers' entries."""
     least = block[ROUNDS]
@@ -283,7 +267,7 @@ def _least(block: Words, counter: Any) -> Any:
     return least
 
 
-@_compiled
+@compiled
 def _least_staged(block: Words) -> Any:
     """Return the number of rounds for which all peers' pieces can be read."""
     least = block[ROUNDS]
@@ -294,7 +278,7 @@ def _least_staged(block: Words) -> Any:
     return least
 
 
-@_compiled
+@compiled
 def _wake(block: Words) -> None:
     """Note which peers sleep, after something was written that they may wait for."""
     fence()
@@ -303,7 +287,7 @@ def _wake(block: Words) -> None:
             block[WAKE] |= int64(1) << peer
 
 
-@_compiled
+@compiled
 def _announce(block: Words) -> None:
     entry = block[ENTRY]
     store(entry + E_OPERATION, 0)
@@ -320,7 +304,7 @@ def _announce(block: Words) -> None:
     _wake(block)
 
 
-@_compiled
+@compiled
 def _publish(block: Words, target: Any) -> None:
     """Copy what the other ranks read of this rank's tensor."""
     me, itemsize = block[ME], block[ITEMSIZE]
@@ -335,7 +319,7 @@ def _publish(block: Words, target: Any) -> None:
             copy_bytes(target + shift, _own(block, part, 0), count * itemsize)
 
 
-@_compiled
+@compiled
 def _contribution(block: Words, peer: Any, part: Any, start: Any, turn: Any) -> Any:
     """Return the address of a peer's elements from ``start`` on, which lie in a piece of ``part`` in round ``turn``."""
     at = _peer(block, peer)
@@ -352,91 +336,15 @@ def _contribution(block: Words, peer: Any, part: Any, start: Any, turn: Any) -> 
     return int64(memory + block[at + PEER_STAGE] + piece * block[PIECE_BYTES])
 
 
-@_compiled
-def _combine(reduction: Any, into: Any, other: Any, count: Any) -> None:
-    if reduction == SUM:
-        for i in range(count):
-            into[i] = into[i] + other[i]
-    else:
-        for i in range(count):
-            into[i] = into[i] * other[i]
-
-
-@_compiled
-def _combine_integers(reduction: Any, into: Any, other: Any, count: Any) -> None:
-    if reduction == MIN:
-        for i in range(count):
-            into[i] = min(into[i], other[i])
-    elif reduction == MAX:
-        for i in range(count):
-            into[i] = max(into[i], other[i])
-    else:
-        _combine(reduction, into, other, count)
-
-
-@_compiled
-def _combine_halves(reduction: Any, into: Any, halves: Any, count: Any) -> None:
-    """Combine bfloat16 into float32."""
-    if reduction == SUM:
-        for i in range(count):
-            into[i] = into[i] + widened(halves[i])
-    else:
-        for i in range(count):
-            into[i] = into[i] * widened(halves[i])
-
-
-@_compiled
-def _widen(into: Any, halves: Any, count: Any) -> None:
-    for i in range(count):
-        into[i] = widened(halves[i])
-
-
-@_compiled
-def _round(into: Any, sums: Any, count: Any) -> None:
-    for i in range(count):
-        into[i] = rounded(sums[i])
-
-
-@_compiled
-def _divide(values: Any, divisor: Any, count: Any) -> None:
-    for i in range(count):
-        values[i] = values[i] / divisor
-
-
-@_compiled
-def _add(block: Words, into: Any, other: Any, count: Any) -> None:
-    """Combine ``count`` elements at ``other`` into those at ``into``; sums of bfloat16 are float32."""
-    kind, reduction = block[KIND], block[REDUCTION]
-    if kind == FLOAT32:
-        _combine(reduction, float32_at(into), float32_at(other), count)
-    elif kind == FLOAT64:
-        _combine(reduction, float64_at(into), float64_at(other), count)
-    elif kind == BFLOAT16:
-        _combine_halves(reduction, float32_at(into), uint16_at(other), count)
-    elif kind == INT32:
-        _combine_integers(reduction, int32_at(into), int32_at(other), count)
-    else:
-        _combine_integers(reduction, int64_at(into), int64_at(other), count)
-
-
-@_compiled
-def _average(block: Words, sums: Any, count: Any) -> None:
-    """Divide sums by the number of ranks, if the result is an average."""
-    if block[DIVISOR] != 1:  # there are no averages of integers
-        if block[KIND] == FLOAT64:
-            _divide(float64_at(sums), float64(block[DIVISOR]), count)
-        else:
-            _divide(float32_at(sums), float32(block[DIVISOR]), count)
-
-
-@_compiled
+@compiled
 def _reduce(block: Words, part: Any, start: Any, stop: Any, turn: Any) -> None:
     """Reduce elements of one piece of a part into this rank's result, in the order of the part."""
     ranks, itemsize, is_half = block[RANKS], block[ITEMSIZE], block[KIND] == BFLOAT16
     result = _result(block, part, start)
     if ranks == 2 and block[RESULT] == 0 and not is_half:  # two contributions have one sum in either order
-        _add(block, result, _contribution(block, 1 - block[ME], part, start, turn), stop - start)
-        _average(block, result, stop - start)
+        other = _contribution(block, 1 - block[ME], part, start, turn)
+        combine(block[KIND], block[REDUCTION], result, other, stop - start)
+        average(block[KIND], block[DIVISOR], result, stop - start)
         return
     order, done = ORDER + part * ranks, 0
     while start + done < stop:
@@ -444,21 +352,21 @@ def _reduce(block: Words, part: Any, start: Any, stop: Any, turn: Any) -> None:
         count, shift = min(COUNTED, stop - start - done), done * itemsize
         first = _contribution(block, block[order], part, start, turn) + shift
         if is_half:
-            _widen(float32_at(block[SUMS]), uint16_at(first), count)
+            widen(float32_at(block[SUMS]), uint16_at(first), count)
         else:
             copy_bytes(block[SUMS], first, count * itemsize)
         for position in range(1, ranks):
             other = _contribution(block, block[order + position], part, start, turn) + shift
-            _add(block, block[SUMS], other, count)
-        _average(block, block[SUMS], count)
+            combine(block[KIND], block[REDUCTION], block[SUMS], other, count)
+        average(block[KIND], block[DIVISOR], block[SUMS], count)
         if is_half:
-            _round(uint16_at(result + shift), float32_at(block[SUMS]), count)
+            round_off(uint16_at(result + shift), float32_at(block[SUMS]), count)
         else:
             copy_bytes(result + shift, block[SUMS], count * itemsize)
         done += count
 
 
-@_compiled
+@compiled
 def _compute_all(block: Words) -> None:
     """Compute all parts that this rank gets of a small tensor: it is readable on every peer as a whole."""
     for lane in range(block[LANES]):
@@ -472,7 +380,7 @@ def _compute_all(block: Words) -> None:
                 _reduce(block, part, start, stop, 0)
 
 
-@_compiled
+@compiled
 def _piece(block: Words, part: Any, turn: Any) -> Any:
     """Return the elements of a part that are its piece in a round (see ``_part``)."""
     lane, number = turn // block[LANE_ROUNDS], turn % block[LANE_ROUNDS]
@@ -481,7 +389,7 @@ def _piece(block: Words, part: Any, turn: Any) -> Any:
     return begin, min(stop, begin + block[PIECE])
 
 
-@_compiled
+@compiled
 def _holds(block: Words, peer: Any) -> Any:
     """Return whether what was just read of a peer's tensor is what the peer announced, and not a later change of it.
 
@@ -495,7 +403,7 @@ def _holds(block: Words, peer: Any) -> Any:
     return load(block[at + PEER_ENTRY] + E_FAILED) != _operation(block)
 
 
-@_compiled
+@compiled
 def _read(block: Words, peer: Any, shift: Any, target: Any, num_bytes: Any) -> Any:
     """Copy bytes of a peer's process, which begin ``shift`` after its source; return whether that has succeeded.
 
@@ -511,7 +419,7 @@ def _read(block: Words, peer: Any, shift: Any, target: Any, num_bytes: Any) -> A
     return read_process(block[at + PROCESS], here, 1, there, 1, 0) == num_bytes
 
 
-@_compiled
+@compiled
 def _fetch(block: Words, start: Any, stop: Any) -> Any:
     """Read what this rank adds next from the peers' processes; return whether it has all of that now."""
     itemsize, shift = block[ITEMSIZE], (block[_peer(block, block[ME]) + PART_OFFSET] + start) * block[ITEMSIZE]
@@ -523,7 +431,7 @@ def _fetch(block: Words, start: Any, stop: Any) -> Any:
     return True
 
 
-@_compiled
+@compiled
 def _copy_result(block: Words, part: Any, start: Any, stop: Any, turn: Any) -> Any:
     """Copy a piece of another rank's part into this rank's tensor; return whether that has succeeded."""
     at, itemsize = _peer(block, part), block[ITEMSIZE]
@@ -540,7 +448,7 @@ def _copy_result(block: Words, part: Any, start: Any, stop: Any, turn: Any) -> A
     return True
 
 
-@_compiled
+@compiled
 def _move_pieces(block: Words) -> Any:
     """Carry out the steps that are possible now, each at most once; return whether there were any."""
     ranks, me, entry, itemsize = block[RANKS], block[ME], block[ENTRY], block[ITEMSIZE]
@@ -591,7 +499,7 @@ def _move_pieces(block: Words) -> Any:
     return moved
 
 
-@_compiled
+@compiled
 def _seen(block: Words) -> Any:
     """Return a number that changes when a peer announces the operation, or a counter of a peer's entry changes."""
     total = int64(0)
@@ -610,13 +518,13 @@ def _seen(block: Words) -> Any:
     return total
 
 
-@_compiled
+@compiled
 def _has_changed(block: Words) -> Any:
     """As ``exchange.HAS_CHANGED`` says."""
     return block[ANNOUNCED] == 0 or _seen(block) != block[SEEN]
 
 
-@_compiled
+@compiled
 def _is_read(block: Words) -> Any:
     """As ``exchange.IS_READ`` says."""
     for peer in range(block[RANKS]):
@@ -627,7 +535,7 @@ def _is_read(block: Words) -> Any:
     return True
 
 
-@_compiled
+@compiled
 def _has_ended(block: Words, peer: Any) -> Any:
     """As ``exchange.HAS_ENDED`` says."""
     at = _peer(block, peer)
@@ -639,28 +547,28 @@ def _has_ended(block: Words, peer: Any) -> Any:
     return load(entry + E_COPIED) == block[ROUNDS] or not _is_there(block, entry)
 
 
-@_compiled
+@compiled
 def _withdraw(block: Words) -> None:
     """As ``exchange.WITHDRAW`` says."""
     if block[ANNOUNCED] != 0:
         store(block[ENTRY] + E_OPERATION, 0)
 
 
-@_compiled
+@compiled
 def _mark_failed(block: Words) -> None:
     """As ``exchange.MARK_FAILED`` says."""
     store(block[ENTRY] + E_FAILED, _operation(block))
     fence()
 
 
-@_compiled
+@compiled
 def _now(block: Words) -> Any:
     """Return the time in nanoseconds."""
     read_clock(CLOCK_MONOTONIC, block[SELF] + 8 * SECONDS)
     return block[SECONDS] * 1_000_000_000 + block[NANOSECONDS]
 
 
-@_compiled
+@compiled
 def _advance(block: Words) -> Any:
     """As ``exchange.ADVANCE`` says."""
     block[WAKE] = 0
@@ -713,7 +621,7 @@ def _advance(block: Words) -> Any:
         yield_core()  # this may take as long as the other processes of the core want
 
 
-@_compiled
+@compiled
 def _restart(block: Words, iteration: Any, entry: Any) -> Any:
     """As ``exchange.RESTART`` says."""
     block[ITERATION], block[ENTRY] = iteration, entry

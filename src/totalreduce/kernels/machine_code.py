@@ -24,7 +24,7 @@ from llvmlite import binding
 
 from totalreduce.foundation.environment import cache_folder
 
-__all__ = ["SYMBOLS", "Loaded", "digest_of_machine", "load", "only_one"]
+__all__ = ["SYMBOLS", "Loaded", "digest_of_machine", "files", "load", "only_one"]
 
 #: Symbols of this process that the code may refer to: of the C library, and of Python's exceptions.
 _OF_PROCESS: Final = (
@@ -38,12 +38,18 @@ _OF_PROCESS: Final = (
     "PyExc_SystemError",
     "PyUnicode_FromString",
     "Py_DecRef",
+    "__errno_location",
     "clock_gettime",
+    "epoll_wait",
     "memcpy",
     "memmove",
     "memset",
+    "poll",
     "process_vm_readv",
+    "recv",
     "sched_yield",
+    "sendmsg",
+    "setsockopt",
 )
 #: Symbols of Numba's own library. A function calls them after an exception only, and the functions here raise none:
 #: where Numba is not imported, a call ends the process.
@@ -77,6 +83,12 @@ class Loaded:
         self._engine.finalize_object()
         arguments = [ctypes.c_int64] * num_arguments
         self.function = ctypes.CFUNCTYPE(ctypes.c_int64, *arguments)(self._engine.get_function_address(_SYMBOL))
+
+
+def files(*names: str) -> list[Path]:
+    """Return the paths of files of this folder, and of those with the arithmetic that all compiled functions share."""
+    folder = Path(__file__).parent
+    return [folder / name for name in ("atomics.py", "element_types.py", "elements.py", "halves.py", *names)]
 
 
 def load(module: str, num_arguments: int, sources: Sequence[Path]) -> Loaded:
@@ -196,6 +208,6 @@ def _initialize() -> None:
     process = ctypes.CDLL(None)
     for name in SYMBOLS:
         if not binding.address_of_symbol(name):
-            # Only Linux has process_vm_readv. Elsewhere no rank announces what it is called for.
+            # Only Linux has all of them. Elsewhere nothing calls the functions that need them.
             function = getattr(process, name if name in _OF_PROCESS else "abort", process.abort)
             binding.add_symbol(name, ctypes.cast(function, ctypes.c_void_p).value)

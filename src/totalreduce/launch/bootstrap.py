@@ -124,6 +124,8 @@ def init(
     if tcp is None and settings.peer_timeout_s is not None:
         beat_s = min(tcp_config.heartbeat_s, settings.peer_timeout_s / 4)
         tcp_config = TcpConfig(silence_s=settings.peer_timeout_s, heartbeat_s=beat_s)
+    if tcp_config.relay is None:
+        tcp_config = dataclasses.replace(tcp_config, relay=settings.relay)
     tls = tls or settings.tls
     policy = probe.resolve(links, settings.links)
     wire = _wire_settings(transport, engine, engine_config, tls, collectives, policy)

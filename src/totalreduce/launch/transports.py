@@ -22,7 +22,7 @@ from totalreduce.foundation.extensions import Extensions
 from totalreduce.foundation.os_errors import describe_error, is_out_of_descriptors, missing_descriptors
 from totalreduce.foundation.version import VERSION
 from totalreduce.foundation.world import World
-from totalreduce.kernels import exchange
+from totalreduce.kernels import exchange, relay
 from totalreduce.launch.address import choose_address, host_identity
 from totalreduce.launch.rendezvous import Meeting, Member, StoreRank, compare_settings, current_world, open_store
 from totalreduce.native.collectives import NativeCollectives
@@ -208,6 +208,8 @@ def _over_sockets(request: JoinRequest) -> Transport:
                 # The first time on a machine this compiles the function of the fast lane. After the ranks have met,
                 # peers on other hosts would wait for an answer for ``connect_timeout_s`` only.
                 exchange.load()
+        if tcp_listener is not None and request.tcp.has_relay and world.local_world_size < world.world_size:
+            relay.load()  # for the same reason
         epoch = 0 if request.store is None else request.store.epoch
         identity = JobIdentity(meeting.job_key(), meeting.job_id, epoch)
         members = meeting.gather(Member(host_identity(), address, port, shm_address), request.wire)

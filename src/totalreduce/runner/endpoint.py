@@ -20,6 +20,7 @@ from totalreduce.engine.engine import Engine
 from totalreduce.engine.operation import Operation, State
 from totalreduce.engine.outbox import OutgoingMessage
 from totalreduce.engine.reception import Delivery
+from totalreduce.engine.relaying import Order, RelayedTraffic, RelayTask
 from totalreduce.engine.submission import Submission
 from totalreduce.fastlane.lane import Carriage, FastLane
 from totalreduce.foundation.header import Header
@@ -243,6 +244,32 @@ class EngineEndpoint:
         with self.lock:
             self.engine.delivered(delivery, time.monotonic())
         self.compute()
+        self.complete_ended()
+
+    @property
+    def has_candidates(self) -> bool:
+        """Whether there are operations that ``hand_over`` may hand over now or later."""
+        return bool(self.engine.relaying.candidates)
+
+    def hand_over(self) -> None:
+        """Hand operations over to the relay."""
+        with self.lock:
+            self.engine.hand_over(time.monotonic())
+
+    def order_of_bulk(self, peer: int) -> Order | None:
+        """Return the place of the most urgent message of bulk that waits for a peer."""
+        with self.lock:
+            return self.engine.relaying.order_of_bulk(peer)
+
+    def relayed(self, peer: int, traffic: RelayedTraffic) -> None:
+        """Count what the relay has exchanged with a peer."""
+        with self.lock:
+            self.engine.relaying.count(peer, traffic)
+
+    def relay_ended(self, task: RelayTask) -> None:
+        """Note that the relay has exchanged all messages of an operation."""
+        with self.lock:
+            self.engine.relay_ended(task.owner, time.monotonic())
         self.complete_ended()
 
     def peer_lost(self, peer: int, reason: str) -> None:

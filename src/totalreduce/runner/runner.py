@@ -16,6 +16,7 @@ ranks learn it.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
@@ -33,11 +34,14 @@ from totalreduce.fastlane.board import BOARD_BYTES
 from totalreduce.fastlane.lane import Carriage, FastLane
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, GroupClosed
 from totalreduce.foundation.forking import HomeProcess, let_go_in_children
+from totalreduce.foundation.header import Frame, Header
+from totalreduce.relay.relay import Relay, RelaySettings
 from totalreduce.runner.endpoint import EngineEndpoint, complete_owners
 from totalreduce.runner.handle import Handle
 from totalreduce.runner.meter import Meter
 from totalreduce.runner.turns import Turns
 from totalreduce.transports.base import Transport
+from totalreduce.transports.relay import RelayPort
 
 __all__ = ["ComputeMode", "Runner"]
 
@@ -83,6 +87,7 @@ class Runner:
         self._deadline = 0.0  #: When the threads end after ``close``.
         engine.outbox.bulk_peers = frozenset(transport.bulk_peers)
         transport.attach(self._endpoint)
+        engine.relaying.relay = transport.use_relay(functools.partial(_make_relay, engine, self._endpoint))
         let_go_in_children(transport)
         name = f"totalreduce-{engine.rank}"
         self._threads = [threading.Thread(target=self._communicate, name=f"{name}-comm", daemon=True)]
@@ -491,3 +496,10 @@ def _fast_lane(engine: Engine, transport: Transport) -> FastLane | None:
     if boards is None or boards.board_bytes < BOARD_BYTES:
         return None
     return FastLane(engine.rank, boards, transport.ranks_per_host)
+
+
+def _make_relay(engine: Engine, endpoint: EngineEndpoint, port: RelayPort) -> Relay:
+    config = engine.config
+    prologue = Header(Frame.DATA, engine.outbox.epoch).pack()[:8]
+    settings = RelaySettings(prologue, config.bulk_bytes, config.scheduling == "fifo", config.starvation_limit)
+    return Relay(port, settings, endpoint)

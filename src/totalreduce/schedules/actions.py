@@ -140,6 +140,7 @@ class Program:
     Attributes:
         actions: In order.
         receives: (peer, step) -> index of the receive in ``actions``: what a message may be.
+        sends: The same for sends.
         num_chunks: How many chunks there are.
         span_max: The most chunks that travel as one message; equal on all ranks.
         chunking: Where the chunks are.
@@ -157,6 +158,7 @@ class Program:
 
     actions: tuple[Action, ...]
     receives: Mapping[tuple[int, int], int]
+    sends: Mapping[tuple[int, int], int]
     num_chunks: int
     span_max: int
     chunking: Chunking
@@ -190,7 +192,7 @@ def compile_program(
     """
     actions: list[Action] = []
     receives: dict[tuple[int, int], int] = {}
-    sends: set[tuple[int, int]] = set()
+    sends: dict[tuple[int, int], int] = {}
     used: set[int] = set()
     for index, action in enumerate(schedule):
         slot = (action.peer, action.step)
@@ -202,7 +204,7 @@ def compile_program(
                 action = dataclasses.replace(action, anytime=True)  # noqa: PLW2901
             used.add(action.chunk if action.into is None else action.into)
         else:
-            sends.add(slot)
+            sends[slot] = index
         used.update(range(action.chunk, action.chunk + action.span))
         actions.append(action)
     sources = tuple(dict.fromkeys(peer for peer, _ in receives))
@@ -213,6 +215,7 @@ def compile_program(
     return Program(
         tuple(actions),
         receives,
+        sends,
         num_chunks,
         span_max,
         chunking,
@@ -234,6 +237,7 @@ def translate(program: Program, ranks: tuple[int, ...]) -> Program:
         program,
         actions=tuple(dataclasses.replace(action, peer=ranks[action.peer]) for action in program.actions),
         receives={(ranks[peer], step): index for (peer, step), index in program.receives.items()},
+        sends={(ranks[peer], step): index for (peer, step), index in program.sends.items()},
         sources=tuple(ranks[peer] for peer in program.sources),
         targets=tuple(ranks[peer] for peer in program.targets),
         addressed=frozenset(ranks[peer] for peer in program.addressed),

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from totalreduce.foundation.header import Header
 
 __all__ = ["Boards", "Delivery", "Endpoint", "Lease", "Outgoing", "Transport", "TransportCounters"]
+
+
+Made = TypeVar("Made")
 
 
 class Outgoing(Protocol):
@@ -177,6 +180,14 @@ class Transport(ABC):
     def attach(self, endpoint: Endpoint) -> None:
         """Set the endpoint; once, before the first ``progress``."""
         self._endpoint = endpoint
+
+    def use_relay(self, make: Callable[[Any], Made]) -> Made | None:  # noqa: ARG002  (see the docstring)
+        """Have a relay move the messages of large operations; at most once, before the first ``progress``.
+
+        ``make``: makes the relay (``transports.relay.MessageRelay``) for a ``RelayPort``. Returns the relay; ``None``:
+        this transport uses none.
+        """
+        return None
 
     @abstractmethod
     def progress(self) -> bool:

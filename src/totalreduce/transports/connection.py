@@ -57,19 +57,23 @@ class UnsentLimit:
     A message that is much longer goes into the socket as a whole. Nothing may overtake its end in any case, and a
     socket that takes it in parts wakes this process for each of them. The next message waits until the limit is kept
     again, and is chosen then.
+
+    Attributes:
+        num_bytes: The limit.
+        long_bytes: Longer messages go into the socket as a whole.
     """
 
     def __init__(self, sock: socket.socket, num_bytes: int) -> None:
         """Set the limit (``TCP_NOTSENT_LOWAT``); the kernel asks for more bytes when half of it is left."""
-        self._sock, self._num_bytes = sock, num_bytes
-        self._long_bytes = num_bytes + num_bytes // 2
+        self._sock, self.num_bytes = sock, num_bytes
+        self.long_bytes = num_bytes + num_bytes // 2
         self._poll = select.poll()
         self._poll.register(sock, select.POLLOUT)
         self._set(num_bytes)
 
     def is_long(self, views: Sequence[memoryview | bytes]) -> bool:
         """Return whether so many bytes go into the socket without the limit."""
-        return sum(map(len, views)) > self._long_bytes
+        return sum(map(len, views)) > self.long_bytes
 
     def send(self, views: Sequence[memoryview | bytes]) -> tuple[int, bool]:
         """Send without the limit; return how many bytes were taken, and whether the socket takes more with it.
@@ -83,7 +87,7 @@ class UnsentLimit:
         try:
             sent = self._sock.sendmsg(views)
         finally:
-            self._set(self._num_bytes)
+            self._set(self.num_bytes)
         return sent, bool(self._poll.poll(0))  # the kernel reports an end of waiting only to those that have asked
 
     def _set(self, num_bytes: int) -> None:
@@ -97,6 +101,7 @@ class _SendingHalf:
 
     Attributes:
         writable: Whether the socket may take bytes.
+        is_lent: Whether a message of the relay is half-way out: nothing may be sent here before its end.
     """
 
     def __init__(
@@ -116,6 +121,7 @@ class _SendingHalf:
             counts_tell: ``send`` sends fewer bytes than it was given only where the socket is full.
         """
         self.writable = False  # until the epoll object says so
+        self.is_lent = False
         self._limit = limit
         self._send, self._pulse, self._counts_tell = send, pulse, counts_tell
         self._raw = b""
@@ -125,6 +131,16 @@ class _SendingHalf:
     @property
     def busy(self) -> bool:
         """Whether messages were taken that have not been reported as sent."""
+        return self.is_lent or self.has_messages
+
+    @property
+    def may_write(self) -> bool:
+        """Whether messages of this half can leave now."""
+        return self.writable and not self.is_lent
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether messages were taken here that have not been reported as sent."""
         return bool(self._messages) or bool(self._raw)
 
     @property
@@ -148,17 +164,26 @@ class _SendingHalf:
             self._raw = self._raw[sent:]
         return not self._raw
 
-    def write(self, peer: int, endpoint: Endpoint, now: float, *, bulk: bool) -> None:
+    def write(
+        self, peer: int, endpoint: Endpoint, now: float, *, bulk: bool, may_load: Callable[[], bool] | None = None
+    ) -> None:
         """Send what was taken, then messages of one kind (see ``Endpoint``), until the socket is full or there is none.
+
+        ``may_load``: whether another message may be taken; ``None``: any number.
 
         Raises:
             OSError: The connection ended.
         """
+        if self.is_lent:
+            return
         if self._raw:
             self.send_raw()
         while self.writable and not self._raw:
-            if not self._messages and not self._load(peer, endpoint, bulk=bulk):
-                break
+            if not self._messages:
+                if may_load is not None and not may_load():
+                    break
+                if not self._load(peer, endpoint, bulk=bulk):
+                    break
             if self.write_on(now):
                 messages, self._messages = self._messages, []
                 for message in messages:
@@ -223,11 +248,14 @@ class _ReceivingHalf:
         moved_at: When something besides a heartbeat last arrived.
         holds_farewell: Whether the next message is a GOODBYE that is not read yet, because messages that the peer has
             sent before it may still arrive on another connection.
+        is_ending: Whether the stream ends, or has an error.
+        wake_bytes: The low-water mark of the socket.
+        longest_bytes: The length of the longest body of a data message so far.
     """
 
     def __init__(self, sock: socket.socket, channel: TlsChannel | None, pulse: Pulse, now: float) -> None:
         self.readable, self.moved_at, self.holds_farewell = False, now, False
-        self._is_ending = False
+        self.is_ending = False
         self._sock, self._pulse = sock, pulse
         self._recv_into: Callable[[memoryview], int] = sock.recv_into if channel is None else channel.recv_into
         self._counts_tell = channel is None  # TLS may hold bytes that the socket no longer has
@@ -236,16 +264,28 @@ class _ReceivingHalf:
         self._begin = self._end = 0
         self._delivery: Delivery | None = None
         self._received = 0
-        self._wake_bytes = 1
+        self.wake_bytes = 1
+        self.longest_bytes = 0
 
     @property
     def is_mid_body(self) -> bool:
         """Whether a part of a body has been read."""
         return self._delivery is not None
 
+    @property
+    def is_between_messages(self) -> bool:
+        """Whether no byte of a message has been read that was not delivered."""
+        return self._delivery is None and self._begin == self._end and not self.holds_farewell
+
+    def give(self, data: memoryview) -> None:
+        """Have bytes of a header read next that the relay has read. This half is between two messages."""
+        self._staging[: len(data)] = data
+        self._begin, self._end = 0, len(data)
+        self.readable = True
+
     def read_to_the_end(self) -> None:
         """Note that the stream ends, or has an error: reading goes on until it comes to that."""
-        self.readable = self._is_ending = True
+        self.readable = self.is_ending = True
 
     def another_has_ended(self) -> None:
         """Note that another connection to the same peer has ended: a GOODBYE may be due."""
@@ -270,10 +310,13 @@ class _ReceivingHalf:
         """Whether the bytes that were not taken are a TLS record that reports an error."""
         return self._staging[self._begin : self._end][:2] == _TLS_ALERT
 
-    def read(self, peer: int, endpoint: Endpoint, now: float, *, is_last: Callable[[int], bool]) -> None:
+    def read(
+        self, peer: int, endpoint: Endpoint, now: float, *, is_last: Callable[[int], bool], exactly: bool = False
+    ) -> None:
         """Receive messages until the socket is empty or the quantum is used up.
 
         ``is_last(peer)``: whether this is the only connection to the peer that is left. A GOODBYE waits for that.
+        ``exactly``: at most one message, and no byte after it.
 
         Raises:
             OSError: The connection ended.
@@ -289,10 +332,13 @@ class _ReceivingHalf:
                     break  # no scratch memory at the moment, or a GOODBYE that must wait
                 count = HEADER_BYTES
             else:
-                count = self._fill(HEADER_BYTES, limit=_STAGING_BYTES)
+                limit = HEADER_BYTES - (self._end - self._begin) if exactly else _STAGING_BYTES
+                count = self._fill(HEADER_BYTES, limit=limit)
             if not count:
                 break
             quantum -= count
+            if exactly and self.is_between_messages:
+                break
         if quantum < _READ_QUANTUM_BYTES:
             self._pulse.heard_at = now
         if not self.readable:
@@ -317,8 +363,8 @@ class _ReceivingHalf:
             # The TLS library may hold some bytes already, and then they never come to the socket.
             left = len(delivery.view) - self._received - self._hidden_bytes
             wanted = min(left, _WAKE_BYTES) if left > _WAKE_BYTES_MIN else 1
-        if wanted != self._wake_bytes:
-            self._wake_bytes = wanted
+        if wanted != self.wake_bytes:
+            self.wake_bytes = wanted
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
 
     def _read_header(self, peer: int, endpoint: Endpoint, now: float, is_last: Callable[[int], bool]) -> bool:
@@ -332,6 +378,8 @@ class _ReceivingHalf:
                 return False
         self._begin += HEADER_BYTES
         self.moved_at = now
+        if header.frame is Frame.DATA:
+            self.longest_bytes = max(self.longest_bytes, header.body_bytes)
         delivery = endpoint.accept(peer, header)
         staged = min(self._end - self._begin, header.body_bytes)
         if staged:
@@ -376,7 +424,7 @@ class _ReceivingHalf:
             return 0
         if count == 0:
             raise ConnectionResetError("the connection was closed by the other end")
-        if count < len(view) and self._counts_tell and not self._is_ending:
+        if count < len(view) and self._counts_tell and not self.is_ending:
             self.readable = False  # the socket is empty; the epoll object reports what comes next
         return count
 
@@ -396,6 +444,7 @@ class Connection:
         pulse: When something last arrived, and when something last left.
         outgoing: The sending half.
         incoming: The receiving half.
+        unsent_limit: The limit for unsent bytes; ``None`` if the connection is encrypted.
     """
 
     def __init__(
@@ -419,7 +468,8 @@ class Connection:
         self.pulse = Pulse(now)
         send = sock.sendmsg if channel is None else channel.send
         limit = UnsentLimit(sock, notsent_lowat_bytes)
-        self.outgoing = _SendingHalf(send, self.pulse, limit if channel is None else None, counts_tell=channel is None)
+        self.unsent_limit = limit if channel is None else None
+        self.outgoing = _SendingHalf(send, self.pulse, self.unsent_limit, counts_tell=channel is None)
         self.incoming = _ReceivingHalf(sock, channel, self.pulse, now)
         self._handshake: Connector | Acceptor | None = handshake
         self._channel = channel

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, final
 
 import numpy as np
 
-from totalreduce.transports.base import Endpoint, Transport
+from totalreduce.transports.base import Endpoint, Made, Transport
 from totalreduce.transports.shm import ShmTransport
 from totalreduce.transports.tcp import TcpTransport
 
@@ -61,6 +61,9 @@ class RoutedTransport(Transport):
         members = self._local.members
         self._local.attach(_FilteredEndpoint(endpoint, members))
         self._remote.attach(_FilteredEndpoint(endpoint, set(range(self.world_size)).difference(members)))
+
+    def use_relay(self, make: Callable[[Any], Made]) -> Made | None:
+        return self._remote.use_relay(make)
 
     def allocate(self, num_bytes: int) -> np.ndarray[Any, Any] | None:
         return self._local.allocate(num_bytes)

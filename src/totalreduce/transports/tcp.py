@@ -16,23 +16,25 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
-from typing import final
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, cast, final
 
 from totalreduce.foundation.config import TcpConfig, Tls
 from totalreduce.foundation.errors import ProtocolError
-from totalreduce.transports.base import Endpoint, Transport, TransportCounters
+from totalreduce.transports.base import Endpoint, Made, Transport, TransportCounters
 from totalreduce.transports.connection import BEAT, Connection
 from totalreduce.transports.handshake import JobIdentity
 from totalreduce.transports.listener import Listener
 from totalreduce.transports.liveness import Liveness
 from totalreduce.transports.peer_connections import PeerConnections
+from totalreduce.transports.relay import MessageRelay, RelayPort
 from totalreduce.transports.tls import TlsCredentials
 
 __all__ = ["TcpTransport", "listen"]
@@ -43,6 +45,8 @@ _END = select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP
 _VERDICT_S = 0.2
 #: How long ``close`` waits for the peers to read, after the last byte that one of them has taken.
 _DRAIN_S = 1.0
+#: How many messages of a connection that the relay refuses are read before others have their turn.
+_RELAY_TURNS_MAX = 16
 #: A rank whose certificate is not accepted stays so long after the end, so that the others learn the reason.
 _SHOW_S = 0.5
 
@@ -145,8 +149,17 @@ class TcpTransport(Transport):
         self._ended: dict[int, tuple[float, str]] = {}
         #: Connections with a message half-way out whose sockets take bytes again.
         self._unblocked: list[Connection] = []
-        #: Held by a thread that changes connections: in ``progress``, and in ``wait`` where it writes on.
+        #: Held by a thread that changes connections: in ``progress``, and in ``wait`` where it writes on or relays.
         self._changing = threading.Lock()
+        self._relay: MessageRelay | None = None
+
+    def use_relay(self, make: Callable[[Any], Made]) -> Made | None:
+        if not self._config.has_relay:
+            return None
+        port = RelayPort(self._poller.epoll.fileno(), self._peers.open, self._peers.bulk_routes, self._poller.events)
+        relay = make(port)
+        self._relay = cast(MessageRelay, relay)
+        return relay
 
     @property
     def ranks_per_host(self) -> int:
@@ -173,17 +186,21 @@ class TcpTransport(Transport):
 
     def progress(self) -> bool:
         """One round: the events of epoll, then read, then write, then timers."""
-        endpoint = self._endpoint
+        endpoint, relay = self._endpoint, self._relay
         assert endpoint is not None, "attach() comes first"
         with self._changing:
+            if relay is not None and relay.is_busy:
+                relay.settle(time.monotonic())
             events = self._poller.events
             if not events:  # otherwise ``wait`` has just asked the kernel
                 self._poller.poll(0)
             while events:
                 self._on_event(*events.popleft())
             now = time.monotonic()
+            if relay is not None:
+                relay.hand_over()
             for connection in list(self._connections.values()):
-                if connection.incoming.readable:
+                if connection.incoming.readable and not (relay is not None and relay.reads(connection)):
                     self._guard(connection, endpoint, now, reading=True)
             while self._unblocked:  # their peers need not be ready: the rest of a message may be all that is to be sent
                 connection = self._unblocked.pop()
@@ -195,7 +212,19 @@ class TcpTransport(Transport):
                     self._send(peer, endpoint, now, bulk=bulk)
             if now >= self._liveness.due_at:
                 self._check_timers(endpoint, now)
-            return self._more_to_do(endpoint)
+            if relay is not None and relay.is_busy:
+                self._relay_messages(relay, endpoint, now)
+            return bool(self._poller.events) or self._more_to_do(endpoint)
+
+    def _relay_messages(self, relay: MessageRelay, endpoint: Endpoint, now: float) -> None:
+        """Have the relay move what can be moved now, and read the messages that it refuses."""
+        for _turn in range(_RELAY_TURNS_MAX):
+            relay.pump(0.0)
+            refused = relay.settle(now)
+            for connection in refused:
+                self._guard(connection, endpoint, now, reading=True)
+            if not refused or self._poller.events:
+                return
 
     def _send(self, peer: int, endpoint: Endpoint, now: float, *, bulk: bool) -> None:
         """Send messages of one kind to a peer, as many as its route takes."""
@@ -212,13 +241,17 @@ class TcpTransport(Transport):
 
     def _more_to_do(self, endpoint: Endpoint) -> bool:
         """Whether another round would move something, according to the events so far."""
+        relay = self._relay
         for connection in self._connections.values():
-            if connection.incoming.readable and endpoint.may_receive():
+            is_read_here = relay is None or not relay.reads(connection)
+            if connection.incoming.readable and is_read_here and endpoint.may_receive():
                 return True
         for bulk, routes in ((False, self._routes), (True, self._peers.bulk_routes)):
             for peer in endpoint.ready_peers(bulk=bulk):
                 route = routes.get(peer)
-                if route is not None and route.established and route.outgoing.writable:
+                if route is None or not route.established or not route.outgoing.may_write:
+                    continue
+                if not bulk or relay is None or relay.is_rivals_turn(route):
                     return True
         return False
 
@@ -230,6 +263,13 @@ class TcpTransport(Transport):
         """
         now = time.monotonic()
         until = min(now + timeout_s, self._liveness.due_at)
+        if self._relay is not None and self._relay.is_busy and self._changing.acquire(blocking=False):
+            # Another thread that waits may take events of the relay's connections, and ends this wait then.
+            try:
+                self._relay.pump(0.0 if self._poller.events else max(0.0, until - now))
+            finally:
+                self._changing.release()
+            return
         while True:
             self._poller.poll(max(0.0, until - now))
             now = time.monotonic()
@@ -294,10 +334,15 @@ class TcpTransport(Transport):
         if not connection.established:
             return
         try:
+            relay = self._relay
             if reading:
-                connection.incoming.read(connection.peer, endpoint, now, is_last=self._peers.is_last)
+                exactly = relay is not None and relay.is_read_exactly(connection)
+                connection.incoming.read(connection.peer, endpoint, now, is_last=self._peers.is_last, exactly=exactly)
             else:
-                connection.outgoing.write(connection.peer, endpoint, now, bulk=bulk)
+                may_load = None
+                if bulk and relay is not None and relay.sends_by(connection):
+                    may_load = functools.partial(relay.may_write, connection)
+                connection.outgoing.write(connection.peer, endpoint, now, bulk=bulk, may_load=may_load)
         except ProtocolError as error:
             self._peers.drop(connection)
             endpoint.peer_lost(connection.peer, f"protocol violation: {error}")

@@ -1,0 +1,279 @@
+"""Which operations a transport's relay gets: large ones whose messages come from one neighbour and leave to another.
+
+An operation begins with messages of the engine. It is a *candidate* for the relay (``Relay``) if the
+relay can follow its schedule. It is handed over as soon as its receivers are known to have submitted it, and no message
+of it is arriving, leaving or waiting to be added here. From then on the relay has it until it ends: the engine sees no
+message of it, and the relay reports its end. If it fails, the relay forgets it.
+
+The messages on the wire are those of the engine. So each rank may hand an operation over, at any time, or not at all.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, Protocol
+
+from totalreduce.engine.counters import Counters
+from totalreduce.engine.floating import floating_cost
+from totalreduce.engine.layout import OperationLayout, Region
+from totalreduce.engine.operation import Operation, RelayedOperation
+from totalreduce.engine.outbox import Outbox
+from totalreduce.engine.reception import Reception
+from totalreduce.foundation.config import EngineConfig
+from totalreduce.foundation.types import PAIRWISE, Algorithm, ReduceOp
+from totalreduce.kernels import relay as words
+from totalreduce.kernels.element_types import FLOAT32, KINDS, REDUCTIONS, SUM, has_code
+from totalreduce.schedules.actions import Action, Mode, Receive, Send
+
+__all__ = ["Order", "Relay", "RelayPlan", "RelayTask", "RelayedTraffic", "Relaying"]
+
+_RECEIVE: Final = {
+    Mode.REPLACE: words.REPLACE,
+    Mode.COMBINE: words.COMBINE,
+    Mode.COMBINE_LAST: words.COMBINE_LAST,
+}
+
+
+class Order(NamedTuple):
+    """The place of a message among those that wait; the most urgent one has the smallest priority.
+
+    Attributes:
+        is_promoted: Whether a caller waits for its operation.
+        priority: The priority of its operation.
+        sequence: When its operation was submitted.
+    """
+
+    is_promoted: bool
+    priority: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RelayPlan:
+    """What the relay needs of an operation and does not change from iteration to iteration.
+
+    Attributes:
+        peers: The ranks with which messages are exchanged.
+        sources: Those from which messages come.
+        targets: Those to which messages leave.
+        rows: By lane: the rows of ``kernels.relay``, one after the other.
+        kind: The element type (``kernels.element_types``).
+        itemsize: The bytes of an element.
+        reduction: How contributions are combined (``kernels.element_types``).
+        divisor: Of an average; otherwise 1.
+    """
+
+    peers: tuple[int, ...]
+    sources: frozenset[int]
+    targets: frozenset[int]
+    rows: list[array[int]]
+    kind: int
+    itemsize: int
+    reduction: int
+    divisor: int
+
+
+class RelayTask(NamedTuple):
+    """An operation that is handed over to the relay.
+
+    Attributes:
+        plan: What does not change.
+        key: The operation's key.
+        signature: The packed signature of its messages.
+        order: The place of its messages among those that wait.
+        buffers: The bytes of the operation, as in ``engine.operation``.
+        positions: By lane: the index of the next row that receives, and of the next one that sends.
+        owner: A value of the user.
+    """
+
+    plan: RelayPlan
+    key: tuple[int, int]
+    signature: bytes
+    order: Order
+    buffers: Sequence[memoryview | None]
+    positions: list[tuple[int, int]]
+    owner: Any
+
+
+class RelayedTraffic(NamedTuple):
+    """What the relay has exchanged with a peer by one connection since the last report.
+
+    Attributes:
+        bytes_in: Bytes that have come, heartbeats included.
+        messages_in: Messages that have come completely.
+        bytes_out: Bytes that have left.
+        messages_out: Messages that have left completely.
+        eager_in: Messages that have come with the flag EAGER.
+        eager_bytes_in: The bytes of their bodies.
+    """
+
+    bytes_in: int
+    messages_in: int
+    bytes_out: int
+    messages_out: int
+    eager_in: int
+    eager_bytes_in: int
+
+
+class Relay(Protocol):
+    """Moves the messages of large operations (``relay.relay``)."""
+
+    def has_room(self, num_lanes: int) -> bool:
+        """Return whether an operation with so many lanes can be taken."""
+
+    def take(self, task: RelayTask) -> RelayedOperation | None:
+        """Take an operation, from within ``Relaying.hand_over``. Returns ``None`` if it cannot be taken now."""
+
+
+class Relaying:
+    """Hands operations over to the relay.
+
+    Attributes:
+        relay: The relay of the transport; ``None``: there is none.
+        candidates: Operations that were started and may be handed over later.
+    """
+
+    __slots__ = ("_counters", "_eager_bytes", "_outbox", "_reception", "candidates", "relay")
+
+    def __init__(self, config: EngineConfig, outbox: Outbox, reception: Reception, counters: Counters) -> None:
+        """Begin without a relay."""
+        self._eager_bytes = config.eager_bytes
+        self._outbox, self._reception, self._counters = outbox, reception, counters
+        self.relay: Relay | None = None
+        self.candidates: dict[Operation, None] = {}
+
+    def started(self, operation: Operation) -> None:
+        """Note that messages of the engine carry an operation out."""
+        if self.relay is not None and operation.layout.is_bulk and not operation.finished:
+            layout = operation.layout
+            if layout.relay_plan is None:
+                layout.relay_plan = _plan(layout, self._outbox.bulk_peers, self._eager_bytes) or False
+            if layout.relay_plan:
+                self.candidates[operation] = None
+
+    def hand_over(self) -> list[Operation]:
+        """Hand the candidates over that nothing prevents; return those that the relay has taken."""
+        taken = []
+        for operation in list(self.candidates):
+            if operation.finished:
+                del self.candidates[operation]
+            elif self._hand_over(operation):
+                del self.candidates[operation]
+                taken.append(operation)
+        return taken
+
+    def _hand_over(self, operation: Operation) -> bool:
+        plan = operation.layout.relay_plan
+        assert self.relay is not None
+        assert isinstance(plan, RelayPlan)
+        if not self.relay.has_room(len(plan.rows)):
+            return False
+        if operation.held or operation.computing or not plan.targets <= operation.posted_by:
+            return False
+        if any(lane.arrivals for lane in operation.lanes):
+            return False
+        key = operation.key
+        for delivery in self._reception.arriving:
+            header = delivery.header
+            if (header.operation, header.iteration) == key and delivery.operation in (operation, None):
+                return False
+        unsent: dict[int, int] = {}  # by lane: the first action whose message has not left
+        for messages in operation.queued.values():
+            for message in messages:
+                if message.taken and not message.sent:
+                    return False
+                if not message.taken:
+                    index = operation.program.sends[message.action.peer, message.action.step]
+                    unsent[message.lane] = min(unsent.get(message.lane, index), index)
+        positions = []
+        for lane, rows in zip(operation.lanes, plan.rows, strict=True):
+            sends = unsent.get(lane.index, lane.position)
+            positions.append((_next_row(rows, lane.position, sends=False), _next_row(rows, sends, sends=True)))
+        order = Order(operation.promoted, operation.priority, operation.sequence)
+        signature = operation.layout.expectation.packed
+        relayed = self.relay.take(RelayTask(plan, key, signature, order, operation.buffers, positions, operation))
+        if relayed is None:
+            return False
+        self._outbox.discard(operation)
+        operation.relayed = relayed
+        return True
+
+    def count(self, peer: int, traffic: RelayedTraffic) -> None:
+        """Count what the relay has exchanged with a peer."""
+        counters = self._counters
+        counters.bytes_sent += traffic.bytes_out
+        counters.sent_to[peer] += traffic.bytes_out
+        counters.bytes_received += traffic.bytes_in
+        counters.received_from[peer] += traffic.bytes_in
+        counters.messages_sent += traffic.messages_out
+        counters.messages_received += traffic.messages_in
+        if traffic.eager_in:
+            overhead = traffic.eager_in * floating_cost(0)
+            self._reception.floating.owe(peer, traffic.eager_bytes_in + overhead)
+
+    def order_of_bulk(self, peer: int) -> Order | None:
+        """Return the place of the most urgent message of bulk that the engine itself has for a peer."""
+        queue = self._outbox.bulk_queues.get(peer)
+        message = queue.peek() if queue is not None else None
+        if message is None:
+            return None
+        operation = message.operation
+        return Order(operation.promoted, operation.priority, operation.sequence)
+
+
+def _next_row(rows: array[int], index: int, *, sends: bool) -> int:
+    """Return the first row from ``index`` on that sends, or else that receives; the number of rows if there is none."""
+    length = len(rows) // words.ROW_WORDS
+    while index < length:
+        action = rows[index * words.ROW_WORDS + words.ACTION]
+        if action != words.NOTHING and (action == words.SEND) == sends:
+            break
+        index += 1
+    return index
+
+
+def _plan(layout: OperationLayout, bulk_peers: frozenset[int], eager_bytes: int) -> RelayPlan | None:
+    """Return what the relay needs for operations of a layout; ``None`` if it cannot carry them out."""
+    program, signature = layout.program, layout.signature
+    peers = tuple(dict.fromkeys((*program.sources, *program.targets)))
+    # A message must come when its lane expects it. With one source it does. In the chain of a broadcast the consent,
+    # which is the only message of a second source, comes after the data of this rank has left.
+    if len(program.sources) > 1 and program.algorithm != Algorithm.CHAIN:
+        return None
+    if (
+        signature.kind in PAIRWISE
+        or layout.keeps_partials
+        or not 0 < len(peers) <= words.PEERS_MAX
+        or not bulk_peers.issuperset(peers)
+    ):
+        return None
+    # A receiver says that it has submitted an operation only if it expects more than the eager allowance.
+    if layout.num_bytes <= eager_bytes:
+        return None
+    receives = [action for action in program.actions if isinstance(action, Receive)]
+    if any(action.into not in (None, action.chunk) for action in receives):
+        return None
+    can_add = not signature.dtype.is_half and has_code(signature.dtype, signature.reduction)
+    if not can_add and any(action.mode is not Mode.REPLACE for action in receives):
+        return None
+    row = functools.partial(_row, peers)
+    rows = [
+        array("q", itertools.chain.from_iterable(map(row, program.actions, layout.regions(lane))))
+        for lane in range(layout.num_lanes)
+    ]
+    divisor = len(layout.ranks) if signature.reduction is ReduceOp.AVG else 1
+    sources, targets = frozenset(program.sources), frozenset(program.targets)
+    kind, reduction = KINDS.get(signature.dtype, FLOAT32), REDUCTIONS.get(signature.reduction, SUM)
+    return RelayPlan(peers, sources, targets, rows, kind, signature.dtype.itemsize, reduction, divisor)
+
+
+def _row(peers: tuple[int, ...], action: Action, region: Region | None) -> tuple[int, ...]:
+    """Return the words of a row of ``kernels.relay``."""
+    if region is None:
+        return (words.NOTHING, 0, 0, 0, 0, 0)
+    what = words.SEND if isinstance(action, Send) else _RECEIVE[action.mode]
+    return what, action.step, peers.index(action.peer), region.buffer, region.start, region.body_bytes

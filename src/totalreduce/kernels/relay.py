@@ -1,0 +1,148 @@
+"""The relay: a compiled function that receives, adds and sends the messages of large operations over TCP.
+
+In a schedule whose ranks have one neighbour on each side (the ring, the chain) an arriving message says by itself what
+comes next: its bytes are added or stored, and a message of the same lane leaves. So the function needs no interpreter
+between messages. It knows *operations*, each cut into *lanes*. A lane has *rows*, which are the actions of its
+schedule, and two positions: the next row that receives, and the next row that sends. All rows before the first one
+have been carried out except for the sends from the second one on. Those wait for their connection, which sends the most
+urgent one first, as ``engine.outbox.SendQueue`` does.
+
+The function reads a message only if its header is exactly what a lane expects next. Any other header stays in the words
+of its connection, and the function returns, so that the engine looks at it. So the wire has the same bytes with the
+relay and without it, and each rank may use it or not.
+
+The function works on a *block* of 64-bit integers, whose words the constants name: the words of the head, then those
+of the connections, of the lanes and of the operations. Addresses are those of this process. The code is in
+``relay_code``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Final
+
+from totalreduce.kernels import machine_code
+
+__all__ = ["NUM_ARGUMENTS", "Pump", "load"]
+
+# ----------------------------------------------------------------------------------------------- words of the head
+
+#: The address of the block, and the descriptor of the epoll object.
+SELF, EPOLL = 0, 1
+#: The address of memory for ``EVENTS_MAX`` events as the kernel writes them; the length of one, and where its data is.
+EVENTS, EVENT_BYTES, EVENT_DATA = 2, 3, 4
+#: How many connections and lanes there are. Some of them may be unused.
+NUM_CONNECTIONS, NUM_LANES = 5, 6
+#: The first eight bytes of the headers of this group's data messages.
+PROLOGUE = 8
+#: Whether the order of messages is by age alone, and after how many messages the oldest one leaves.
+IS_FIFO, STARVATION_LIMIT = 9, 10
+#: How many events in ``EVENTS_LEFT`` are for the interpreter; each has two words, the descriptor and the events.
+NUM_EVENTS_LEFT = 11
+#: Why the function returns: bits of the constants below.
+STATUS = 12
+#: Words for the C library: the time in seconds and nanoseconds, the value of an option, a ``struct pollfd``, two
+#: vectors (address and length), and a ``struct msghdr`` of seven words.
+SECONDS, NANOSECONDS, OPTION, POLLED, VECTORS, MESSAGE = 13, 14, 15, 16, 17, 21
+EVENTS_LEFT = 28
+EVENTS_MAX: Final = 32
+HEAD_WORDS: Final = EVENTS_LEFT + 2 * EVENTS_MAX
+
+#: Bits of ``STATUS``. There are events for the interpreter; a header is none that a lane expects (``IN_REFUSED``); an
+#: operation has ended; a connection has ended (``FAILURE``); it is the turn of a message that the interpreter has
+#: (``RIVALS_TURN_HERE``).
+FOR_INTERPRETER, REFUSED, ENDED, FAILED, RIVALS_TURN = 1, 2, 4, 8, 16
+
+# ------------------------------------------------------------------------------------------ words of a connection
+
+#: The descriptor (-1: unused).
+FD = 0
+#: Whether the socket may have bytes and may take bytes; whether the stream ends, so that a short read says nothing.
+READABLE, WRITABLE, IS_ENDING = 2, 3, 4
+#: Whether this function may read, and write: not while the interpreter has a part of a message.
+MAY_READ, MAY_WRITE = 5, 6
+#: Bytes of the header that have come, and the header.
+IN_GOT, IN_HEADER = 7, 8
+#: The lane of the body that is arriving (``NO_LANE``; ``DISCARDED``: of an operation that has failed), where its next
+#: byte goes, the bytes that are missing, and the bytes that wait at ``WINDOW`` to be added.
+IN_LANE, IN_AT, IN_LEFT, IN_WAITING = 16, 17, 18, 19
+#: The address of memory for a part of a body that is to be added, and its length.
+WINDOW, WINDOW_BYTES = 20, 21
+#: The kernel's low-water mark, as it was set last; -1: unknown.
+LOW_WATER = 22
+#: Whether the header is for the interpreter, and the error that has ended the stream (``EOF``: it has ended).
+IN_REFUSED, FAILURE = 23, 24
+#: The lane of the message that is leaving (``NO_LANE``; ``DETACHED``: of an operation that has failed), the bytes of
+#: its header that have not left, the header, the address of the rest of its body, and the length of that.
+OUT_LANE, OUT_HEADER_LEFT, OUT_HEADER, OUT_AT, OUT_LEFT = 25, 26, 27, 35, 36
+#: The limit for unsent bytes in the socket, and from which length a message goes into the socket as a whole.
+UNSENT_LIMIT, LONG_BYTES = 37, 38
+#: The most urgent message that the interpreter has for this connection: whether there is one, its place in the order,
+#: and whether it is its turn.
+RIVAL, RIVAL_IS_PROMOTED, RIVAL_PRIORITY, RIVAL_SEQUENCE, RIVALS_TURN_HERE = 39, 40, 41, 42, 50
+#: How many messages have overtaken the oldest one.
+OVERTAKES = 43
+#: Since the interpreter has looked: bytes and messages that came and that left; messages that came with the flag EAGER,
+#: and their bytes.
+BYTES_IN, MESSAGES_IN, BYTES_OUT, MESSAGES_OUT, EAGER_IN, EAGER_BYTES_IN = 44, 45, 46, 47, 48, 49
+#: Whether nothing can be sent any more. What the peer has sent before is read to the end.
+IS_BROKEN = 51
+CONNECTION_WORDS: Final = 52
+
+NO_LANE, DISCARDED, DETACHED = -1, -2, -3
+EOF: Final = -1
+
+# ------------------------------------------------------------------------------------------------- words of a lane
+
+#: The number of the operation (-1: unused), and of the lane in it.
+OPERATION, LANE = 0, 1
+#: Words of its headers: the id; iteration and lane; three words of signature; the priority.
+KEY, ITERATION, SIGNATURE, SENT_PRIORITY = 2, 3, 4, 7
+#: The address of its rows, their number, and the two positions.
+ROWS, LENGTH, RECEIVES, SENDS = 8, 9, 10, 11
+#: By the number of a peer in the rows: the connection that its messages come by, and the one for messages to it.
+COMES_BY, LEAVES_BY = 12, 16
+PEERS_MAX: Final = 4
+LANE_WORDS: Final = 20
+
+# -------------------------------------------------------------------------------------------- words of an operation
+
+#: Whether it is promoted, whether it has failed, and how many of its lanes have not ended.
+IS_PROMOTED, HAS_FAILED, LANES_LEFT = 0, 1, 2
+#: Its place in the order of messages.
+PRIORITY, SEQUENCE = 3, 4
+#: The element type, the length of an element, the reduction, and the divisor of an average (``element_types``).
+KIND, ITEMSIZE, REDUCTION, DIVISOR = 5, 6, 7, 8
+#: The address of the addresses of its buffers.
+BUFFERS = 9
+OPERATION_WORDS: Final = 10
+
+# ---------------------------------------------------------------------------------------------------- words of a row
+
+#: What it does (below), the step of the message, the number of the peer, the buffer, the first byte, and the length.
+ACTION, STEP, ROW_PEER, BUFFER, START, LENGTH_BYTES = 0, 1, 2, 3, 4, 5
+ROW_WORDS: Final = 6
+#: What a row does. ``NOTHING``: the lane has no part in this action.
+SEND, REPLACE, COMBINE, COMBINE_LAST, NOTHING = 0, 1, 2, 3, 4
+
+# ------------------------------------------------------------------------------------------------------------ sizes
+
+CONNECTIONS_MAX: Final = 16
+LANES_MAX: Final = 1024
+OPERATIONS_MAX: Final = 256
+CONNECTIONS_AT: Final = HEAD_WORDS
+LANES_AT: Final = CONNECTIONS_AT + CONNECTIONS_MAX * CONNECTION_WORDS
+OPERATIONS_AT: Final = LANES_AT + LANES_MAX * LANE_WORDS
+BLOCK_WORDS: Final = OPERATIONS_AT + OPERATIONS_MAX * OPERATION_WORDS
+
+#: The compiled function: the address of the block, and for how many nanoseconds it may wait. Returns ``STATUS``.
+Pump = Callable[[int, int], int]
+NUM_ARGUMENTS: Final = 2
+
+
+@functools.cache
+def load() -> machine_code.Loaded:
+    """Return the compiled function (see ``Pump``). The first call on a machine compiles it, which takes seconds."""
+    sources = machine_code.files("relay.py", "relay_code.py")
+    return machine_code.load("totalreduce.kernels.relay_code", NUM_ARGUMENTS, sources)

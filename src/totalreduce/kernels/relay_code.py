@@ -1,0 +1,522 @@
+"""The code of the relay, which Numba compiles. See ``relay`` for what it does, and for the words.
+
+Only the process that compiles the code imports this module, because it imports Numba (``machine_code``). The functions
+raise no exception: nothing could catch one. Addresses and counts are integers of 64 bits.
+"""
+
+from __future__ import annotations
+
+import errno
+import select
+import socket
+from time import CLOCK_MONOTONIC
+from typing import Any, Final
+
+from numba import cfunc, int64
+
+from totalreduce.foundation.header import HEADER_BYTES, Flag
+from totalreduce.kernels import relay as w
+from totalreduce.kernels.atomics import (
+    copy_bytes,
+    error_number_at,
+    int32_at,
+    int64_at,
+    move_bytes,
+    poll,
+    read_clock,
+    receive,
+    send_message,
+    set_option,
+    uint8_at,
+    wait_for_events,
+)
+from totalreduce.kernels.elements import average, combine, compiled
+
+__all__ = ["assembly"]
+
+#: A pointer to the words of a block.
+Words = Any
+
+_BEAT: Final = ord("+")
+#: How much may be received from a connection, and moved by all, before others get their turn.
+_QUANTUM_BYTES: Final = 1 << 20
+#: ``SO_RCVLOWAT`` while a body arrives, as in ``transports.connection``.
+_WAKE_BYTES: Final = 1 << 20
+_WAKE_BYTES_MIN: Final = 32 << 10
+_NO_LIMIT: Final = 1 << 30
+_ENDS: Final = select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP
+_IN: Final = select.EPOLLIN
+_OUT: Final = select.EPOLLOUT
+_POLL_OUT: Final = select.POLLOUT
+_SOCKET: Final = socket.SOL_SOCKET
+_TCP: Final = socket.IPPROTO_TCP
+_LOW_WATER_MARK: Final = socket.SO_RCVLOWAT
+_UNSENT_LIMIT: Final = 25  # TCP_NOTSENT_LOWAT
+_NOT_BLOCKING: Final = socket.MSG_DONTWAIT
+_NO_SIGNAL: Final = socket.MSG_NOSIGNAL
+_AGAIN: Final = errno.EAGAIN
+_INTERRUPTED: Final = errno.EINTR
+_EAGER: Final = Flag.EAGER
+_URGENT: Final = Flag.URGENT
+#: Greater than every word of an order.
+_LAST: Final = 1 << 62
+
+
+@compiled
+def _now(block: Words) -> Any:
+    read_clock(CLOCK_MONOTONIC, block[w.SELF] + 8 * w.SECONDS)
+    return block[w.SECONDS] * 1_000_000_000 + block[w.NANOSECONDS]
+
+
+@compiled
+def _lane(number: Any) -> Any:
+    return int64(w.LANES_AT + number * w.LANE_WORDS)
+
+
+@compiled
+def _operation(block: Words, lane: Any) -> Any:
+    return int64(w.OPERATIONS_AT + block[lane + w.OPERATION] * w.OPERATION_WORDS)
+
+
+@compiled
+def _row(block: Words, lane: Any, index: Any) -> Any:
+    """Return a pointer to the words of a row of a lane."""
+    return int64_at(block[lane + w.ROWS] + 8 * w.ROW_WORDS * index)
+
+
+@compiled
+def _address(block: Words, lane: Any, row: Words) -> Any:
+    """Return the address of the bytes of a row."""
+    buffers = int64_at(block[_operation(block, lane) + w.BUFFERS])
+    return int64(buffers[row[w.BUFFER]] + row[w.START])
+
+
+@compiled
+def _next_of(block: Words, lane: Any, index: Any, sends: Any) -> Any:
+    """Return the first row from ``index`` on that sends, or else that receives; the number of rows if there is none."""
+    while index < block[lane + w.LENGTH]:
+        action = _row(block, lane, index)[w.ACTION]
+        if action != w.NOTHING and (action == w.SEND) == sends:
+            break
+        index += 1
+    return index
+
+
+@compiled
+def _note_end(block: Words, lane: Any) -> None:
+    """Count a lane whose rows have all been carried out as ended."""
+    length = block[lane + w.LENGTH]
+    if block[lane + w.RECEIVES] == length and block[lane + w.SENDS] == length:
+        operation = _operation(block, lane)
+        block[operation + w.LANES_LEFT] -= 1
+        if block[operation + w.LANES_LEFT] == 0:
+            block[w.STATUS] |= w.ENDED
+
+
+# --------------------------------------------------------------------------------------------------------- receiving
+
+
+@compiled
+def _set_option(block: Words, descriptor: Any, level: Any, name: Any, number: Any) -> None:
+    int32_at(block[w.SELF] + 8 * w.OPTION)[0] = number
+    set_option(descriptor, level, name, block[w.SELF] + 8 * w.OPTION, 4)
+
+
+@compiled
+def _set_low_water_mark(block: Words, at: Any) -> None:
+    """Tell the kernel how much must come before it reports the socket as readable."""
+    if block[at + w.IN_LANE] == w.NO_LANE:
+        wanted = HEADER_BYTES - block[at + w.IN_GOT]
+    else:
+        left = block[at + w.IN_LEFT]
+        wanted = min(left, _WAKE_BYTES) if left > _WAKE_BYTES_MIN else 1
+    if block[at + w.LOW_WATER] != wanted:
+        block[at + w.LOW_WATER] = wanted
+        _set_option(block, block[at + w.FD], _SOCKET, _LOW_WATER_MARK, wanted)
+
+
+@compiled
+def _end(block: Words, at: Any, error: Any) -> None:
+    """Note that a connection has ended."""
+    block[at + w.FAILURE] = error
+    block[at + w.READABLE] = block[at + w.WRITABLE] = 0
+    block[w.STATUS] |= w.FAILED
+
+
+@compiled
+def _receive(block: Words, at: Any, target: Any, num_bytes: Any) -> Any:
+    """Receive at most so many bytes; return how many."""
+    while True:
+        count = receive(block[at + w.FD], target, num_bytes, _NOT_BLOCKING)
+        if count > 0:
+            block[at + w.BYTES_IN] += count
+            if count < num_bytes and block[at + w.IS_ENDING] == 0:
+                block[at + w.READABLE] = 0  # the socket is empty
+            return count
+        if count == 0:
+            _end(block, at, w.EOF)
+            return int64(0)
+        error = int32_at(error_number_at())[0]
+        if error == _AGAIN:
+            block[at + w.READABLE] = 0
+            return int64(0)
+        if error != _INTERRUPTED:
+            _end(block, at, error)
+            return int64(0)
+
+
+@compiled
+def _skip_beats(block: Words, at: Any) -> None:
+    """Take heartbeats out of the beginning of a header."""
+    header = block[w.SELF] + 8 * (at + w.IN_HEADER)
+    beats, got = int64(0), block[at + w.IN_GOT]
+    while beats < got and uint8_at(header)[beats] == _BEAT:
+        beats += 1
+    if beats:
+        move_bytes(header, header + beats, got - beats)
+        block[at + w.IN_GOT] = got - beats
+
+
+@compiled
+def _find_lane(block: Words, at: Any) -> Any:
+    """Return the number of the lane that expects the message of a header next; ``NO_LANE`` if there is none."""
+    header = at + w.IN_HEADER
+    if block[header] != block[w.PROLOGUE]:
+        return int64(w.NO_LANE)
+    third = block[header + 3]
+    step, flags, num_bytes = third & 0xFFFF, (third >> 16) & 0xFF, (third >> 32) & 0xFFFFFFFF
+    for number in range(block[w.NUM_LANES]):
+        lane = _lane(number)
+        if block[lane + w.KEY] != block[header + 1] or block[lane + w.ITERATION] != block[header + 2]:
+            continue
+        if block[lane + w.OPERATION] < 0 or block[_operation(block, lane) + w.HAS_FAILED] != 0:
+            continue
+        for word in range(3):
+            if block[lane + w.SIGNATURE + word] != block[header + 4 + word]:
+                return int64(w.NO_LANE)
+        index = block[lane + w.RECEIVES]
+        if flags & ~(_EAGER | _URGENT) != 0 or index == block[lane + w.LENGTH]:
+            return int64(w.NO_LANE)
+        row = _row(block, lane, index)
+        comes_by = w.CONNECTIONS_AT + block[lane + w.COMES_BY + row[w.ROW_PEER]] * w.CONNECTION_WORDS
+        if row[w.STEP] != step or row[w.LENGTH_BYTES] != num_bytes or comes_by != at:
+            return int64(w.NO_LANE)
+        if flags & _URGENT:
+            block[_operation(block, lane) + w.IS_PROMOTED] = 1
+        if flags & _EAGER:
+            block[at + w.EAGER_IN] += 1
+            block[at + w.EAGER_BYTES_IN] += num_bytes
+        return int64(number)
+    return int64(w.NO_LANE)
+
+
+@compiled
+def _begin_body(block: Words, at: Any) -> None:
+    """Find the place of the body of a header that has come, or leave the header to the interpreter."""
+    number = _find_lane(block, at)
+    if number == w.NO_LANE:
+        block[at + w.IN_REFUSED] = 1
+        block[at + w.MAY_READ] = 0
+        block[w.STATUS] |= w.REFUSED
+        return
+    lane = _lane(number)
+    row = _row(block, lane, block[lane + w.RECEIVES])
+    block[at + w.IN_LANE], block[at + w.IN_AT] = number, _address(block, lane, row)
+    block[at + w.IN_LEFT], block[at + w.IN_WAITING] = row[w.LENGTH_BYTES], 0
+    if row[w.LENGTH_BYTES] == 0:
+        _end_body(block, at)
+
+
+@compiled
+def _end_body(block: Words, at: Any) -> None:
+    """Go on with the lane whose message has come."""
+    number = block[at + w.IN_LANE]
+    block[at + w.IN_LANE], block[at + w.IN_GOT] = w.NO_LANE, 0
+    block[at + w.MESSAGES_IN] += 1
+    if number >= 0:
+        lane = _lane(number)
+        block[lane + w.RECEIVES] = _next_of(block, lane, block[lane + w.RECEIVES] + 1, False)
+        _note_end(block, lane)
+
+
+@compiled
+def _receive_body(block: Words, at: Any) -> Any:
+    """Receive a part of a body, and add it to this rank's part where the row says so; return how many bytes came."""
+    number, left, target = block[at + w.IN_LANE], block[at + w.IN_LEFT], block[at + w.IN_AT]
+    if number == w.DISCARDED:
+        count = _receive(block, at, block[at + w.WINDOW], min(left, block[at + w.WINDOW_BYTES]))
+        block[at + w.IN_LEFT] = left - count
+        return count
+    action = int64(w.REPLACE)
+    lane = _lane(number)
+    if number >= 0:
+        action = _row(block, lane, block[lane + w.RECEIVES])[w.ACTION]
+    if action == w.REPLACE:
+        count = _receive(block, at, target, left)
+        block[at + w.IN_AT], block[at + w.IN_LEFT] = target + count, left - count
+        return count
+    # A part that stays in the cache until it is added.
+    window, waiting = block[at + w.WINDOW], block[at + w.IN_WAITING]
+    count = _receive(block, at, window + waiting, min(left, block[at + w.WINDOW_BYTES] - waiting))
+    operation = _operation(block, lane)
+    kind, itemsize, come = block[operation + w.KIND], block[operation + w.ITEMSIZE], waiting + count
+    elements = come // itemsize
+    combine(kind, block[operation + w.REDUCTION], target, window, elements)
+    if action == w.COMBINE_LAST:
+        average(kind, block[operation + w.DIVISOR], target, elements)
+    added = elements * itemsize
+    copy_bytes(window, window + added, come - added)
+    block[at + w.IN_WAITING], block[at + w.IN_AT], block[at + w.IN_LEFT] = come - added, target + added, left - count
+    return count
+
+
+@compiled
+def _read(block: Words, at: Any) -> Any:
+    """Receive what has come by a connection; return how many bytes that were."""
+    moved = int64(0)
+    while block[at + w.READABLE] != 0 and block[at + w.MAY_READ] != 0 and moved < _QUANTUM_BYTES:
+        if block[at + w.IN_LANE] != w.NO_LANE:
+            count = _receive_body(block, at)
+            moved += count
+            if block[at + w.IN_LEFT] == 0:
+                _end_body(block, at)
+            continue
+        got = block[at + w.IN_GOT]
+        target = block[w.SELF] + 8 * (at + w.IN_HEADER) + got
+        count = _receive(block, at, target, HEADER_BYTES - got)
+        moved += count
+        block[at + w.IN_GOT] = got + count
+        _skip_beats(block, at)
+        if block[at + w.IN_GOT] == HEADER_BYTES:
+            _begin_body(block, at)
+    if block[at + w.READABLE] == 0 and block[at + w.MAY_READ] != 0 and block[at + w.FAILURE] == 0:
+        _set_low_water_mark(block, at)
+    return moved
+
+
+# ----------------------------------------------------------------------------------------------------------- sending
+
+
+@compiled
+def _is_ready(block: Words, lane: Any, connection: Any) -> Any:
+    """Return whether the next message of a lane can leave by a connection, whose number is given."""
+    index = block[lane + w.SENDS]
+    if block[lane + w.OPERATION] < 0 or index >= block[lane + w.RECEIVES]:
+        return False  # after the last row that receives, ``RECEIVES`` is the number of rows
+    if block[_operation(block, lane) + w.HAS_FAILED] != 0:
+        return False
+    return block[lane + w.LEAVES_BY + _row(block, lane, index)[w.ROW_PEER]] == connection
+
+
+@compiled
+def _give_turn(block: Words, at: Any) -> None:
+    block[at + w.RIVALS_TURN_HERE] = 1
+    block[at + w.OVERTAKES] = 0
+    block[w.STATUS] |= w.RIVALS_TURN
+
+
+@compiled
+def _choose(block: Words, at: Any, connection: Any) -> Any:
+    """Return the number of the lane whose message leaves next; ``NO_LANE`` if none is ready, or it is the rival's turn.
+
+    The most urgent message is the next one; after ``STARVATION_LIMIT`` messages the oldest one is. A message that the
+    interpreter has (``RIVAL``) takes part.
+    """
+    best, oldest = int64(w.NO_LANE), int64(w.NO_LANE)
+    best_waits = best_priority = best_sequence = best_step = best_lane = int64(_LAST)
+    old_sequence = old_step = old_lane = int64(_LAST)
+    for number in range(block[w.NUM_LANES]):
+        lane = _lane(number)
+        if not _is_ready(block, lane, connection):
+            continue
+        operation = _operation(block, lane)
+        waits = 1 - block[operation + w.IS_PROMOTED]
+        priority, sequence = block[operation + w.PRIORITY], block[operation + w.SEQUENCE]
+        step, index = _row(block, lane, block[lane + w.SENDS])[w.STEP], block[lane + w.LANE]
+        if (sequence, step, index) < (old_sequence, old_step, old_lane):
+            oldest, old_sequence, old_step, old_lane = number, sequence, step, index
+        order = (waits, priority, sequence, step, index)
+        if order < (best_waits, best_priority, best_sequence, best_step, best_lane):
+            best, best_waits, best_priority, best_sequence, best_step, best_lane = (number, *order)
+    if best == w.NO_LANE:
+        if block[at + w.RIVAL] != 0:
+            _give_turn(block, at)
+        return best
+    if block[w.IS_FIFO] != 0 or block[at + w.OVERTAKES] >= block[w.STARVATION_LIMIT]:
+        best, best_waits, best_priority, best_sequence = oldest, int64(-1), int64(0), old_sequence
+    if block[at + w.RIVAL] != 0:
+        rival_waits, rival_priority = 1 - block[at + w.RIVAL_IS_PROMOTED], block[at + w.RIVAL_PRIORITY]
+        if best_waits < 0:
+            rival_waits, rival_priority = int64(-1), int64(0)
+        rival = (rival_waits, rival_priority, block[at + w.RIVAL_SEQUENCE])
+        if rival < (best_waits, best_priority, best_sequence):
+            _give_turn(block, at)
+            return int64(w.NO_LANE)
+        if block[at + w.RIVAL_SEQUENCE] < old_sequence:
+            oldest = int64(w.NO_LANE)
+    block[at + w.OVERTAKES] = 0 if best == oldest else block[at + w.OVERTAKES] + 1
+    return best
+
+
+@compiled
+def _load(block: Words, at: Any, number: Any) -> None:
+    """Take the next message of a lane as the one that is leaving."""
+    lane = _lane(number)
+    row, header = _row(block, lane, block[lane + w.SENDS]), at + w.OUT_HEADER
+    flags = int64(_URGENT) if block[_operation(block, lane) + w.IS_PROMOTED] != 0 else int64(0)
+    block[header], block[header + 1] = block[w.PROLOGUE], block[lane + w.KEY]
+    block[header + 2] = block[lane + w.ITERATION]
+    block[header + 3] = row[w.STEP] | (flags << 16) | (row[w.LENGTH_BYTES] << 32)
+    for word in range(3):
+        block[header + 4 + word] = block[lane + w.SIGNATURE + word]
+    block[header + 7] = block[lane + w.SENT_PRIORITY]
+    block[at + w.OUT_LANE], block[at + w.OUT_HEADER_LEFT] = number, HEADER_BYTES
+    block[at + w.OUT_AT], block[at + w.OUT_LEFT] = _address(block, lane, row), row[w.LENGTH_BYTES]
+
+
+@compiled
+def _send(block: Words, at: Any) -> Any:
+    """Send bytes of the message that is leaving; return how many."""
+    header_left, left = block[at + w.OUT_HEADER_LEFT], block[at + w.OUT_LEFT]
+    vectors, first = block[w.SELF] + 8 * w.VECTORS, int64(0)
+    block[w.VECTORS] = block[w.SELF] + 8 * (at + w.OUT_HEADER) + HEADER_BYTES - header_left
+    block[w.VECTORS + 1] = header_left
+    block[w.VECTORS + 2], block[w.VECTORS + 3] = block[at + w.OUT_AT], left
+    if header_left == 0:
+        first = int64(1)
+    for word in range(7):
+        block[w.MESSAGE + word] = 0
+    block[w.MESSAGE + 2], block[w.MESSAGE + 3] = vectors + 16 * first, 2 - first
+    is_long = header_left + left > block[at + w.LONG_BYTES]
+    if is_long:  # it goes into the socket as a whole (``transports.connection.UnsentLimit``)
+        _set_option(block, block[at + w.FD], _TCP, _UNSENT_LIMIT, _NO_LIMIT)
+    count = send_message(block[at + w.FD], block[w.SELF] + 8 * w.MESSAGE, _NOT_BLOCKING | _NO_SIGNAL)
+    error = int32_at(error_number_at())[0]
+    if is_long:
+        _set_option(block, block[at + w.FD], _TCP, _UNSENT_LIMIT, block[at + w.UNSENT_LIMIT])
+        # The kernel reports an end of waiting only to those that have asked.
+        int32_at(block[w.SELF] + 8 * w.POLLED)[0] = block[at + w.FD]
+        int32_at(block[w.SELF] + 8 * w.POLLED)[1] = _POLL_OUT
+        block[at + w.WRITABLE] = 1 if poll(block[w.SELF] + 8 * w.POLLED, 1, 0) > 0 else 0
+    if count < 0:
+        if error == _AGAIN:
+            block[at + w.WRITABLE] = 0
+        elif error != _INTERRUPTED:
+            # What the peer has sent before its end still counts.
+            block[at + w.IS_BROKEN], block[at + w.WRITABLE] = 1, 0
+            block[at + w.READABLE] = block[at + w.IS_ENDING] = 1
+            block[w.STATUS] |= w.FAILED
+        return int64(0)
+    if count < header_left + left:
+        block[at + w.WRITABLE] = 0  # the socket is full
+    of_header = min(count, header_left)
+    block[at + w.OUT_HEADER_LEFT] = header_left - of_header
+    block[at + w.OUT_AT] += count - of_header
+    block[at + w.OUT_LEFT] = left - (count - of_header)
+    block[at + w.BYTES_OUT] += count
+    return int64(count)
+
+
+@compiled
+def _write(block: Words, at: Any, connection: Any) -> Any:
+    """Send messages until the socket is full or none is ready; return how many bytes that were."""
+    moved = int64(0)
+    while block[at + w.WRITABLE] != 0 and block[at + w.MAY_WRITE] != 0:
+        if block[at + w.OUT_LANE] == w.NO_LANE:
+            number = _choose(block, at, connection)
+            if number == w.NO_LANE:
+                break
+            _load(block, at, number)
+        moved += _send(block, at)
+        if block[at + w.OUT_HEADER_LEFT] == 0 and block[at + w.OUT_LEFT] == 0:
+            number = block[at + w.OUT_LANE]
+            block[at + w.OUT_LANE] = w.NO_LANE
+            block[at + w.MESSAGES_OUT] += 1
+            if number >= 0:
+                lane = _lane(number)
+                block[lane + w.SENDS] = _next_of(block, lane, block[lane + w.SENDS] + 1, True)
+                _note_end(block, lane)
+            else:
+                block[w.STATUS] |= w.ENDED  # the interpreter waits for the end of this message
+    return moved
+
+
+# ------------------------------------------------------------------------------------------------------------ events
+
+
+@compiled
+def _sort_event(block: Words, descriptor: Any, events: Any) -> None:
+    """Note an event in the words of its connection, or leave it to the interpreter."""
+    for number in range(block[w.NUM_CONNECTIONS]):
+        at = w.CONNECTIONS_AT + number * w.CONNECTION_WORDS
+        if block[at + w.FD] != descriptor:
+            continue
+        if events & (_IN | _ENDS):
+            block[at + w.READABLE] = 1
+        if events & _ENDS:
+            block[at + w.IS_ENDING] = 1
+        if events & (_OUT | _ENDS):
+            block[at + w.WRITABLE] = 1
+        reads = block[at + w.MAY_READ] != 0 or events & (_IN | _ENDS) == 0
+        writes = block[at + w.MAY_WRITE] != 0 or events & (_OUT | _ENDS) == 0
+        if reads and writes:
+            return
+        break
+    left = w.EVENTS_LEFT + 2 * block[w.NUM_EVENTS_LEFT]
+    block[left], block[left + 1] = descriptor, events
+    block[w.NUM_EVENTS_LEFT] += 1
+    block[w.STATUS] |= w.FOR_INTERPRETER
+
+
+@compiled
+def _wait(block: Words, timeout_ns: Any) -> Any:
+    """Wait for events, and sort them; return their number, or -1 if a signal has come."""
+    timeout_ms = (timeout_ns + 999_999) // 1_000_000
+    room = w.EVENTS_MAX - block[w.NUM_EVENTS_LEFT]
+    count = wait_for_events(block[w.EPOLL], block[w.EVENTS], room, timeout_ms)
+    for number in range(count):
+        event = block[w.EVENTS] + number * block[w.EVENT_BYTES]
+        events, descriptor = int32_at(event)[0], int32_at(event + block[w.EVENT_DATA])[0]
+        _sort_event(block, descriptor, events)
+    return count
+
+
+def _pump(address: Any, timeout_ns: Any) -> Any:
+    block = int64_at(address)
+    block[w.STATUS] = 0
+    block[w.NUM_EVENTS_LEFT] = 0
+    until, since_events = int64(0), int64(0)
+    while True:
+        moved = int64(0)
+        for number in range(block[w.NUM_CONNECTIONS]):
+            at = w.CONNECTIONS_AT + number * w.CONNECTION_WORDS
+            if block[at + w.FD] >= 0:
+                moved += _read(block, at)
+        for number in range(block[w.NUM_CONNECTIONS]):
+            at = w.CONNECTIONS_AT + number * w.CONNECTION_WORDS
+            if block[at + w.FD] >= 0 and block[at + w.IS_BROKEN] == 0:
+                moved += _write(block, at, number)
+        if block[w.STATUS] != 0:
+            return block[w.STATUS]
+        since_events += moved
+        if moved != 0 and since_events < _QUANTUM_BYTES:
+            continue
+        since_events = int64(0)
+        if moved != 0:
+            if _wait(block, 0) < 0:
+                return block[w.STATUS]
+            continue
+        left = timeout_ns
+        if until != 0:
+            left = until - _now(block)
+        elif timeout_ns > 0:
+            until = _now(block) + timeout_ns
+        count = _wait(block, max(left, 0))
+        if count < 0 or (count == 0 and left <= 0):
+            return block[w.STATUS]
+
+
+def assembly() -> tuple[str, str]:
+    """Compile; return the assembly of LLVM and the name of the function ``relay.Pump`` therein."""
+    made = cfunc(int64(*[int64] * w.NUM_ARGUMENTS), error_model="numpy", _nrt=False)(_pump)
+    return made.inspect_llvm(), made.native_name

@@ -1,0 +1,1 @@
+"""Messages of large operations over TCP, moved by a compiled function; see ``relay``."""

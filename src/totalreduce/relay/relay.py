@@ -1,0 +1,492 @@
+"""The relay of one rank: the connections and operations that the compiled function has, and its results.
+
+``kernels.relay`` says what the function does. This module keeps its words: it lends connections of the TCP transport to
+the function, takes operations of the engine, and reports the results to the ``RelayUser``. All methods are called by
+the thread that moves messages, while the function does not run; ``RelayedOperation`` may be used by any thread.
+
+A connection has one reader and one writer at any time. The function reads while this process is between two messages of
+the connection and some operation of the relay receives by it; otherwise ``Connection.incoming`` does. For writing the
+same holds of ``Connection.outgoing``.
+"""
+
+from __future__ import annotations
+
+import heapq
+import platform
+from array import array
+from collections import deque
+from typing import Final, NamedTuple, Protocol, final
+
+import numpy as np
+
+from totalreduce.engine.relaying import Order, RelayedTraffic, RelayTask
+from totalreduce.kernels import relay as w
+from totalreduce.transports.connection import Connection, UnsentLimit
+from totalreduce.transports.relay import RelayPort
+
+__all__ = ["Relay", "RelaySettings", "RelayUser", "RelayedOperation"]
+
+#: The memory for a part of a body that is to be added: it stays in the second-level cache.
+_WINDOW_BYTES: Final = 256 * 1024
+#: The length of the kernel's ``struct epoll_event``, and where its data is. On x86-64 it is packed.
+_EVENT_BYTES, _EVENT_DATA = (12, 4) if platform.machine() == "x86_64" else (16, 8)
+
+
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
+
+
+class RelaySettings(NamedTuple):
+    """What the relay must know of an engine.
+
+    Attributes:
+        prologue: The first eight bytes of the headers of its data messages.
+        bulk_bytes: See ``EngineConfig``.
+        is_fifo: See ``EngineConfig.scheduling``.
+        starvation_limit: See ``EngineConfig``.
+    """
+
+    prologue: bytes
+    bulk_bytes: int
+    is_fifo: bool
+    starvation_limit: int
+
+
+class RelayUser(Protocol):
+    """The user of a relay. All methods are called from within ``Transport.progress`` and return quickly."""
+
+    @property
+    def has_candidates(self) -> bool:
+        """Whether there are operations that ``hand_over`` may hand over now or later."""
+
+    def hand_over(self) -> None:
+        """Hand operations over to the relay (``Relay.take``)."""
+
+    def order_of_bulk(self, peer: int) -> Order | None:
+        """Return the place of the most urgent message of bulk that waits for a peer."""
+
+    def relayed(self, peer: int, traffic: RelayedTraffic) -> None:
+        """Count what the relay has exchanged with a peer."""
+
+    def relay_ended(self, task: RelayTask) -> None:
+        """Note that all messages of an operation have come and left."""
+
+
+@final
+class RelayedOperation:
+    """An operation in the relay.
+
+    Attributes:
+        task: The operation, as the relay has taken it.
+        number: Its number in the words.
+        lanes: The numbers of its lanes in the words.
+        comes_by: The connections by which its messages come.
+        leaves_by: Those by which they leave.
+    """
+
+    def __init__(
+        self,
+        words: memoryview,
+        failed: deque[RelayedOperation],
+        task: RelayTask,
+        number: int,
+        lanes: list[int],
+        routes: tuple[set[_Line], set[_Line]],
+    ) -> None:
+        """``failed``: gets the operation when it fails."""
+        self.task, self.number, self.lanes = task, number, lanes
+        self.comes_by, self.leaves_by = routes
+        self._words, self._failed = words, failed
+        self._at = w.OPERATIONS_AT + number * w.OPERATION_WORDS
+        buffers = [0 if view is None or not len(view) else _address(view) for view in task.buffers]
+        self._buffers = array("q", buffers)
+        words[self._at + w.BUFFERS] = self._buffers.buffer_info()[0]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all its messages have come and left."""
+        return bool(self._words[self._at + w.LANES_LEFT] == 0)
+
+    def promote(self) -> None:
+        """Send its messages before those of operations that are not promoted."""
+        self._words[self._at + w.IS_PROMOTED] = 1
+
+    def fail(self) -> None:
+        """Receive and send no further message of it."""
+        self._words[self._at + w.HAS_FAILED] = 1
+        self._failed.append(self)
+
+    def positions(self) -> list[tuple[int, int]]:
+        """Return for each lane the index of the next row that receives, and of the next one that sends."""
+        words = self._words
+        ats = [w.LANES_AT + lane * w.LANE_WORDS for lane in self.lanes]
+        return [(words[at + w.RECEIVES], words[at + w.SENDS]) for at in ats]
+
+
+@final
+class _Line:
+    """A connection that the relay uses.
+
+    Attributes:
+        connection: The connection.
+        number: Its number in the words.
+        readers: How many operations receive by it.
+        writers: How many operations send by it.
+        is_wanted: Whether an operation could be taken if the connection were between two messages.
+        leaving: An operation that has failed while a message of it was leaving. Its memory is kept until then.
+    """
+
+    def __init__(self, connection: Connection, limit: UnsentLimit, number: int, words: memoryview) -> None:
+        self.connection, self.number = connection, number
+        self.readers = self.writers = 0
+        self.is_wanted = False
+        self.leaving: RelayedOperation | None = None
+        self._window = np.empty(_WINDOW_BYTES, np.uint8)
+        self._words = words
+        self._at = at = w.CONNECTIONS_AT + number * w.CONNECTION_WORDS
+        for word in range(w.CONNECTION_WORDS):
+            words[at + word] = 0
+        words[at + w.FD] = connection.sock.fileno()
+        words[at + w.IN_LANE] = words[at + w.OUT_LANE] = w.NO_LANE
+        words[at + w.WINDOW], words[at + w.WINDOW_BYTES] = _address(self._window.data), _WINDOW_BYTES
+        words[at + w.UNSENT_LIMIT], words[at + w.LONG_BYTES] = limit.num_bytes, limit.long_bytes
+
+    @property
+    def is_half_way_in(self) -> bool:
+        """Whether the function has read a part of a message."""
+        return bool(self._words[self._at + w.IN_GOT]) or self._words[self._at + w.IN_LANE] != w.NO_LANE
+
+    @property
+    def is_half_way_out(self) -> bool:
+        """Whether the function has sent a part of a message."""
+        return bool(self._words[self._at + w.OUT_LANE] != w.NO_LANE)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the function reads from the connection, and not the connection's half."""
+        return self.is_half_way_in or (self.readers > 0 and self.connection.incoming.is_between_messages)
+
+    @property
+    def is_busy_with_failed(self) -> bool:
+        """Whether a message of an operation that has failed is half-way."""
+        return self.leaving is not None or self._words[self._at + w.IN_LANE] == w.DISCARDED
+
+    @property
+    def is_rivals_turn(self) -> bool:
+        """Whether it is the turn of a message of the connection's half."""
+        return bool(self._words[self._at + w.RIVALS_TURN_HERE])
+
+    def end_rivals_turn(self) -> None:
+        """Note that the connection's half takes its turn."""
+        self._words[self._at + w.RIVALS_TURN_HERE] = 0
+
+    def note_rival(self, order: Order | None) -> None:
+        """Note the most urgent message that the connection's half would send, or that there is none."""
+        words, at = self._words, self._at
+        words[at + w.RIVAL] = order is not None
+        if order is not None:
+            words[at + w.RIVAL_IS_PROMOTED] = order.is_promoted
+            words[at + w.RIVAL_PRIORITY], words[at + w.RIVAL_SEQUENCE] = order.priority, order.sequence
+
+    @property
+    def has_rival(self) -> bool:
+        """Whether the connection's half has a message that would leave, as it was noted last."""
+        return bool(self._words[self._at + w.RIVAL])
+
+    def lend(self) -> None:
+        """Let the function use the connection, as far as its halves have no message half-way."""
+        words, at = self._words, self._at
+        incoming, outgoing = self.connection.incoming, self.connection.outgoing
+        words[at + w.READABLE], words[at + w.WRITABLE] = incoming.readable, outgoing.writable
+        words[at + w.IS_ENDING], words[at + w.LOW_WATER] = incoming.is_ending, incoming.wake_bytes
+        words[at + w.MAY_READ] = incoming.is_between_messages and self.is_read
+        words[at + w.MAY_WRITE] = not outgoing.has_messages
+
+    def take_back(self) -> None:
+        """Tell the halves what the function knows of the socket."""
+        words, at = self._words, self._at
+        incoming, outgoing = self.connection.incoming, self.connection.outgoing
+        incoming.readable, outgoing.writable = bool(words[at + w.READABLE]), bool(words[at + w.WRITABLE])
+        incoming.wake_bytes = words[at + w.LOW_WATER]
+        outgoing.is_lent = self.is_half_way_out
+        if words[at + w.IS_ENDING]:
+            incoming.read_to_the_end()
+
+    def pop_traffic(self) -> RelayedTraffic | None:
+        """Return what was exchanged since the last call, and count from 0 again."""
+        words, at = self._words, self._at
+        if not words[at + w.BYTES_IN] and not words[at + w.BYTES_OUT]:
+            return None
+        traffic = RelayedTraffic(*words[at + w.BYTES_IN : at + w.EAGER_BYTES_IN + 1])
+        for word in range(w.BYTES_IN, w.EAGER_BYTES_IN + 1):
+            words[at + word] = 0
+        return traffic
+
+    def pop_header(self) -> memoryview | None:
+        """Return the bytes of a header that the connection's half must read, if there are some."""
+        words, at = self._words, self._at
+        if not words[at + w.IN_REFUSED] and (self.readers or not words[at + w.IN_GOT]):
+            return None
+        if words[at + w.IN_LANE] != w.NO_LANE:
+            return None  # it is the header of a body that is arriving
+        header = words[at + w.IN_HEADER : at + w.IN_HEADER + 8].cast("B")[: words[at + w.IN_GOT]]
+        words[at + w.IN_REFUSED] = words[at + w.IN_GOT] = 0
+        return header
+
+    def leave(self, operation: RelayedOperation) -> None:
+        """Have what is half-way of an operation that has failed read and forgotten, and sent to its end."""
+        words, at = self._words, self._at
+        if words[at + w.IN_LANE] in operation.lanes:
+            words[at + w.IN_LANE] = w.DISCARDED
+        if words[at + w.OUT_LANE] in operation.lanes:
+            words[at + w.OUT_LANE], self.leaving = w.DETACHED, operation
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the function has come to the end of the stream."""
+        return bool(self._words[self._at + w.FAILURE])
+
+    def close(self) -> None:
+        """Let the function use the connection no more."""
+        self._words[self._at + w.FD] = -1
+
+
+@final
+class Relay:
+    """The words of the compiled function, and the connections and operations that it has."""
+
+    def __init__(self, port: RelayPort, settings: RelaySettings, user: RelayUser) -> None:
+        """Begin without operations; ``user`` is told of the results."""
+        self._port, self._user, self._bulk_bytes = port, user, settings.bulk_bytes
+        self._loaded = w.load()  # keeps the code in memory
+        self._pump: w.Pump = self._loaded.function
+        block = np.zeros(w.BLOCK_WORDS, np.int64)
+        self._event_memory = np.zeros(w.EVENTS_MAX * _EVENT_BYTES, np.uint8)
+        #: A memoryview reads and writes a word in a third of the time that an array takes.
+        self._words = words = block.data
+        words[w.SELF], words[w.EPOLL] = _address(words), port.epoll_fd
+        words[w.EVENTS], words[w.EVENT_BYTES] = _address(self._event_memory.data), _EVENT_BYTES
+        words[w.EVENT_DATA], words[w.PROLOGUE] = _EVENT_DATA, int.from_bytes(settings.prologue, "little")
+        words[w.IS_FIFO], words[w.STARVATION_LIMIT] = settings.is_fifo, settings.starvation_limit
+        for number in range(w.LANES_MAX):
+            words[w.LANES_AT + number * w.LANE_WORDS + w.OPERATION] = -1
+        self._lines: dict[Connection, _Line] = {}
+        self._operations: dict[int, RelayedOperation] = {}
+        self._failed: deque[RelayedOperation] = deque()
+        self._free_lines = list(range(w.CONNECTIONS_MAX))
+        self._free_operations = list(range(w.OPERATIONS_MAX))
+        self._free_lanes = list(range(w.LANES_MAX))
+
+    # -------------------------------------------------------------------------------------------------- connections
+
+    def reads(self, connection: Connection) -> bool:
+        """Whether the function reads from a connection, and not the connection's half."""
+        line = self._lines.get(connection)
+        return line is not None and line.is_read
+
+    def is_read_exactly(self, connection: Connection) -> bool:
+        """Whether the connection's half may read one message and no byte after it."""
+        line = self._lines.get(connection)
+        return line is not None and (line.readers > 0 or line.is_wanted)
+
+    def sends_by(self, connection: Connection) -> bool:
+        """Whether operations of the relay send by a connection."""
+        line = self._lines.get(connection)
+        return line is not None and line.writers > 0
+
+    def may_write(self, connection: Connection) -> bool:
+        """Return whether the connection's half may begin a message: one only, if the relay sends by it too."""
+        line = self._lines.get(connection)
+        if line is None or not line.writers:
+            return True
+        line.note_rival(self._user.order_of_bulk(connection.peer))
+        is_turn = line.is_rivals_turn and line.has_rival
+        line.end_rivals_turn()
+        return is_turn
+
+    def is_rivals_turn(self, connection: Connection) -> bool:
+        """Whether ``may_write`` would return true if a message waits."""
+        line = self._lines.get(connection)
+        return line is None or not line.writers or line.is_rivals_turn
+
+    def _comes_by(self, peer: int) -> _Line | None:
+        """Return the connection by which bulk comes from a peer, if some has come."""
+        for connection in self._port.connections.values():
+            is_of_peer = connection.peer == peer and connection.established
+            if is_of_peer and connection.incoming.longest_bytes > self._bulk_bytes:
+                return self._line(connection)
+        return None
+
+    def _leaves_by(self, peer: int) -> _Line | None:
+        """Return the connection by which bulk leaves to a peer, if there is one."""
+        connection = self._port.bulk_routes.get(peer)
+        return self._line(connection) if connection is not None and connection.established else None
+
+    def _line(self, connection: Connection) -> _Line | None:
+        """Return what the relay knows of a connection; ``None`` if it has too many, or the connection is encrypted."""
+        line, limit = self._lines.get(connection), connection.unsent_limit
+        if line is None and limit is not None and self._free_lines:
+            number = heapq.heappop(self._free_lines)
+            line = self._lines[connection] = _Line(connection, limit, number, self._words)
+            self._words[w.NUM_CONNECTIONS] = max(self._words[w.NUM_CONNECTIONS], number + 1)
+        return line
+
+    def _forget(self, line: _Line) -> None:
+        """Let go of a connection that has ended. Its peer is lost, so all operations that use it fail."""
+        line.close()
+        del self._lines[line.connection]
+        heapq.heappush(self._free_lines, line.number)
+
+    # --------------------------------------------------------------------------------------------------- operations
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the function has something to do, or to wait for."""
+        return bool(self._operations) or any(line.is_busy_with_failed for line in self._lines.values())
+
+    def has_room(self, num_lanes: int) -> bool:
+        """Return whether an operation with so many lanes can be taken."""
+        return bool(self._free_operations) and len(self._free_lanes) >= num_lanes
+
+    def hand_over(self) -> None:
+        """Take operations that can be taken now."""
+        if self._user.has_candidates:
+            for line in self._lines.values():
+                line.is_wanted = False
+            self._user.hand_over()
+
+    def take(self, task: RelayTask) -> RelayedOperation | None:
+        """Take an operation, for which there is room. Returns ``None`` if it cannot be taken now."""
+        plan = task.plan
+        comes_by: list[_Line | None] = [None] * len(plan.peers)
+        leaves_by: list[_Line | None] = [None] * len(plan.peers)
+        for index, peer in enumerate(plan.peers):
+            if peer in plan.sources:
+                line = comes_by[index] = self._comes_by(peer)
+                if line is None:
+                    return None
+                if not line.connection.incoming.is_between_messages:
+                    line.is_wanted = True
+                    return None
+            if peer in plan.targets:
+                leaves_by[index] = self._leaves_by(peer)
+                if leaves_by[index] is None:
+                    return None
+        operation = self._add(task, comes_by, leaves_by)
+        for line in operation.comes_by:
+            line.readers += 1
+        for line in operation.leaves_by:
+            line.writers += 1
+        return operation
+
+    def _add(self, task: RelayTask, comes_by: list[_Line | None], leaves_by: list[_Line | None]) -> RelayedOperation:
+        """Write the words of an operation and of its lanes."""
+        plan, words = task.plan, self._words
+        number = heapq.heappop(self._free_operations)
+        lanes = [heapq.heappop(self._free_lanes) for _ in plan.rows]
+        at = w.OPERATIONS_AT + number * w.OPERATION_WORDS
+        words[at + w.IS_PROMOTED], words[at + w.HAS_FAILED] = task.order.is_promoted, 0
+        words[at + w.PRIORITY], words[at + w.SEQUENCE] = task.order.priority, task.order.sequence
+        words[at + w.KIND], words[at + w.ITEMSIZE] = plan.kind, plan.itemsize
+        words[at + w.REDUCTION], words[at + w.DIVISOR] = plan.reduction, plan.divisor
+        routes = {line for line in comes_by if line is not None}, {line for line in leaves_by if line is not None}
+        operation = self._operations[number] = RelayedOperation(words, self._failed, task, number, lanes, routes)
+        numbers = [[-1 if line is None else line.number for line in lines] for lines in (comes_by, leaves_by)]
+        left = 0
+        for index, (lane, rows, (receives, sends)) in enumerate(zip(lanes, plan.rows, task.positions, strict=True)):
+            at_lane, length = w.LANES_AT + lane * w.LANE_WORDS, len(rows) // w.ROW_WORDS
+            words[at_lane + w.OPERATION], words[at_lane + w.LANE] = number, index
+            words[at_lane + w.KEY], words[at_lane + w.ITERATION] = _word(task.key[0]), _word(task.key[1] | index << 32)
+            for word, value in enumerate(memoryview(task.signature).cast("q")):
+                words[at_lane + w.SIGNATURE + word] = value
+            words[at_lane + w.SENT_PRIORITY] = task.order.priority & 0xFFFFFFFF
+            words[at_lane + w.ROWS], words[at_lane + w.LENGTH] = rows.buffer_info()[0], length
+            words[at_lane + w.RECEIVES], words[at_lane + w.SENDS] = receives, sends
+            for peer, (comes, leaves) in enumerate(zip(*numbers, strict=True)):
+                words[at_lane + w.COMES_BY + peer], words[at_lane + w.LEAVES_BY + peer] = comes, leaves
+            left += receives < length or sends < length
+            words[w.NUM_LANES] = max(words[w.NUM_LANES], lane + 1)
+        words[at + w.LANES_LEFT] = left
+        return operation
+
+    def _remove(self, operation: RelayedOperation) -> None:
+        """Take out an operation that has ended."""
+        words = self._words
+        del self._operations[operation.number]
+        for line in operation.comes_by:
+            line.readers -= 1
+        for line in operation.leaves_by:
+            line.writers -= 1
+        heapq.heappush(self._free_operations, operation.number)
+        for lane in operation.lanes:
+            words[w.LANES_AT + lane * w.LANE_WORDS + w.OPERATION] = -1
+            heapq.heappush(self._free_lanes, lane)
+        while words[w.NUM_LANES] and words[w.LANES_AT + (words[w.NUM_LANES] - 1) * w.LANE_WORDS + w.OPERATION] < 0:
+            words[w.NUM_LANES] -= 1
+
+    def _sweep(self) -> None:
+        """Take out the operations that have failed, and the connections that were closed."""
+        while self._failed:
+            operation = self._failed.popleft()
+            if self._operations.get(operation.number) is operation:
+                for line in self._lines.values():
+                    line.leave(operation)
+                self._remove(operation)
+        for line in [line for line in self._lines.values() if line.connection.sock.fileno() < 0]:
+            self._forget(line)
+
+    # ------------------------------------------------------------------------------------------------- the function
+
+    def pump(self, timeout_s: float) -> None:
+        """Have the function move messages, and wait for ``timeout_s`` at most if there are none.
+
+        It returns as soon as there is something for the transport (``RelayPort.events``) or for ``settle``.
+        """
+        self._sweep()
+        words, lines = self._words, self._lines.values()
+        for line in lines:
+            line.lend()
+            if line.has_rival:  # it may have left meanwhile
+                line.end_rivals_turn()
+                line.note_rival(self._user.order_of_bulk(line.connection.peer))
+        self._pump(words[w.SELF], int(timeout_s * 1e9))
+        for index in range(words[w.NUM_EVENTS_LEFT]):
+            at = w.EVENTS_LEFT + 2 * index
+            self._port.events.append((words[at], words[at + 1] & 0xFFFFFFFF))
+        for line in lines:
+            line.take_back()
+
+    def settle(self, now: float) -> list[Connection]:
+        """Report what the function has done: bytes, the ends of operations and connections.
+
+        Returns the connections of which a message that the function has refused is to be read.
+        """
+        refused = []
+        for line in list(self._lines.values()):
+            connection = line.connection
+            traffic = line.pop_traffic()
+            if traffic is not None:
+                if traffic.bytes_in:
+                    connection.pulse.heard_at = connection.incoming.moved_at = now
+                if traffic.bytes_out:
+                    connection.pulse.spoke_at = now
+                self._user.relayed(connection.peer, traffic)
+            if not line.is_half_way_out:
+                line.leaving = None
+            header = line.pop_header()
+            if header is not None:
+                connection.incoming.give(header)
+                refused.append(connection)
+            if line.has_ended:
+                self._forget(line)
+                connection.incoming.read_to_the_end()  # which will come to the same end
+        self._sweep()
+        for operation in [operation for operation in self._operations.values() if operation.has_ended]:
+            self._remove(operation)
+            self._user.relay_ended(operation.task)
+        return refused
+
+
+def _word(number: int) -> int:
+    """Return a number of 64 bits as a signed one."""
+    return number - (1 << 64) if number >= 1 << 63 else number

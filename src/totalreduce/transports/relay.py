@@ -1,0 +1,63 @@
+"""How a relay takes part in a TCP transport: what it gets of the transport, and what the transport asks of it.
+
+A relay (``relay.relay``) moves messages of large operations on connections of the transport. It knows what these
+messages are for, and the transport does not.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+from totalreduce.transports.connection import Connection
+
+__all__ = ["MessageRelay", "RelayPort"]
+
+
+class RelayPort(NamedTuple):
+    """What a relay gets of a transport.
+
+    Attributes:
+        epoll_fd: The epoll object that reports the events of all connections.
+        connections: All connections, by descriptor.
+        bulk_routes: By peer, the connection by which this rank's bulk leaves.
+        events: Gets the events that are for the transport: (descriptor, events).
+    """
+
+    epoll_fd: int
+    connections: Mapping[int, Connection]
+    bulk_routes: Mapping[int, Connection]
+    events: deque[tuple[int, int]]
+
+
+class MessageRelay(Protocol):
+    """What a transport asks of a relay. All methods are called while no other thread changes connections."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the relay has something to do, or to wait for."""
+
+    def hand_over(self) -> None:
+        """Take operations that can be taken now."""
+
+    def reads(self, connection: Connection) -> bool:
+        """Whether the relay reads from a connection, and not the connection's half here."""
+
+    def is_read_exactly(self, connection: Connection) -> bool:
+        """Whether the connection's half here may read one message and no byte after it."""
+
+    def sends_by(self, connection: Connection) -> bool:
+        """Whether operations of the relay send by a connection."""
+
+    def may_write(self, connection: Connection) -> bool:
+        """Return whether the connection's half here may begin a message: one only, if the relay sends by it too."""
+
+    def is_rivals_turn(self, connection: Connection) -> bool:
+        """Whether ``may_write`` would return true if a message waits."""
+
+    def pump(self, timeout_s: float) -> None:
+        """Move messages; wait for ``timeout_s`` at most if there are none, or until something else has happened."""
+
+    def settle(self, now: float) -> list[Connection]:
+        """Report what ``pump`` has done; return the connections of which a message is to be read here."""

@@ -1,0 +1,197 @@
+"""The relay under real engines: what it takes, that it changes no bit and no error, and operations beside it."""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import totalreduce as tr
+from totalreduce.foundation.config import EngineConfig, TcpConfig
+from totalreduce.foundation.types import ReduceOp
+from totalreduce.groups.group import Group
+from totalreduce.relay.relay import Relay
+from totalreduce.testing import run_ranks
+
+WORLD_SIZES = [2, 3, 5, 8]
+#: Short segments, so that a few thousand elements are many messages; a small eager allowance, so that ranks say early
+#: that they have submitted an operation.
+SHORT = EngineConfig(
+    segment_bytes=4096, segment_bytes_min=1024, bulk_bytes=256, eager_bytes=2048, fast_lane=False, timeout_s=30
+)
+#: The ranks share one interpreter.
+PATIENT = TcpConfig(silence_s=20.0)
+ALONE = TcpConfig(silence_s=20.0, relay=False)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the names of the operations that the relays have taken."""
+    names: list[str] = []
+    take = Relay.take
+
+    def noting(relay: Relay, task):
+        operation = take(relay, task)
+        if operation is not None:
+            names.append(task.owner.name)
+        return operation
+
+    monkeypatch.setattr(Relay, "take", noting)
+    return names
+
+
+def values_of(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + size)
+    if dtype.is_floating_point:
+        return torch.randn(size, dtype=dtype, generator=generator)
+    return torch.randint(-(1 << 30), 1 << 30, (size,), dtype=dtype, generator=generator)
+
+
+#: Name, element type and the reduction of an allreduce.
+REDUCTIONS = [
+    ("sum", torch.float32, ReduceOp.SUM),
+    ("average", torch.float32, ReduceOp.AVG),
+    ("product", torch.float64, ReduceOp.PRODUCT),
+    ("integers", torch.int32, ReduceOp.SUM),
+    ("least", torch.int64, ReduceOp.MIN),
+    ("greatest", torch.int32, ReduceOp.MAX),
+]
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_no_bit_depends_on_the_relay(world_size: int, taken: list[str]) -> None:
+    """Allreduces, an allgather and broadcasts, twice each: from the second one on all connections are known."""
+
+    def body(group: Group) -> list[torch.Tensor]:
+        results = []
+        for _ in range(3):
+            for name, dtype, op in REDUCTIONS:
+                tensor = values_of(group.rank, 20_011, dtype)
+                group.allreduce(tensor, name=name, op=op, schedule="ring").wait()
+                results.append(tensor)
+            tensor = values_of(group.rank, 20_011, torch.bfloat16)
+            group.broadcast(tensor, root=1, name="broadcast", schedule="chain")
+            results.append(tensor)
+            blocks = [torch.empty(5003 + rank, dtype=torch.float16) for rank in range(group.world_size)]
+            mine = values_of(group.rank, 5003 + group.rank, torch.float16)
+            group.allgather(blocks, mine, name="allgather", schedule="ring").wait()
+            results += blocks
+        return results
+
+    relayed = run_ranks(world_size, body, transport="tcp", engine=SHORT, tcp=PATIENT)
+    # Which operations are taken depends on how late a rank is. All kinds of them are in three rounds of all ranks.
+    assert {name for name, _, _ in REDUCTIONS} | {"broadcast", "allgather"} <= set(taken)
+    taken.clear()
+    alone = run_ranks(world_size, body, transport="tcp", engine=SHORT, tcp=ALONE)
+    assert not taken
+    for ours, theirs in zip(relayed, alone, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("world_size", "seed"), [(2, 1), (3, 2), (4, 3), (7, 4)])
+def test_operations_in_any_order_beside_those_of_the_engine(world_size: int, seed: int, taken: list[str]) -> None:
+    """Names, types, sizes and priorities by chance; every rank submits and waits in an order of its own."""
+    chance = random.Random(seed)
+    types = [torch.float32, torch.float64, torch.int32, torch.bfloat16]
+    operations = [
+        (chance.choice(types), chance.choice([100, 1000, 5000, 20_000, 100_003]), chance.randrange(4))
+        for _ in range(30)
+    ]
+
+    def body(group: Group) -> None:
+        mine = random.Random(100 * seed + group.rank)
+        for iteration in range(3):
+            order = list(range(len(operations)))
+            mine.shuffle(order)
+            works = {}
+            for number in order:
+                dtype, size, priority = operations[number]
+                tensor = (torch.arange(size) % 61 + group.rank + iteration).to(dtype)
+                works[number] = tensor, group.allreduce(tensor, name=f"operation {number}", priority=priority)
+            mine.shuffle(order)
+            for number in order:
+                tensor, work = works[number]
+                work.wait()
+                ranks = group.world_size
+                expected = (torch.arange(len(tensor)) % 61 + iteration) * ranks + ranks * (ranks - 1) // 2
+                assert torch.equal(tensor, expected.to(tensor.dtype)), f"operation {number}, iteration {iteration}"
+
+    run_ranks(world_size, body, transport="tcp", engine=SHORT, tcp=PATIENT)
+    assert len(taken) > 20
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_rank_that_leaves_fails_what_the_relay_has(taken: list[str]) -> None:
+    """Rank 2 leaves when the relay of rank 0 has the operation: its receiver, rank 1, has submitted it.
+
+    The tensors change no more after the error.
+    """
+    submitted = threading.Barrier(3)
+
+    def body(group: Group) -> tuple[str, bool] | None:
+        tensor = torch.ones(100_003)
+        for _ in range(2):
+            group.allreduce(tensor, name="known").wait()
+        submitted.wait(20)
+        if group.rank == 2:
+            until(lambda: "late" in taken)
+            group.close()
+            return None
+        work = group.allreduce(tensor, name="late")
+        with pytest.raises(tr.PeerLost, match="rank 2") as caught:
+            work.wait()
+        before = tensor.clone()
+        other = torch.ones(100_003)
+        with pytest.raises(tr.PeerLost):
+            group.allreduce(other, name="known").wait()
+        return str(caught.value), torch.equal(tensor, before)
+
+    first, second, _ = run_ranks(3, body, transport="tcp", engine=SHORT, tcp=PATIENT)
+    assert first is not None
+    assert second is not None
+    assert first[1]
+    assert second[1]
+
+
+def test_observed_operations_are_not_taken(taken: list[str]) -> None:
+    """An observer sees every message."""
+
+    class Count(tr.Observer):
+        def __init__(self) -> None:
+            self.received_messages = 0
+
+        def received(self, *_: object, **__: object) -> None:
+            self.received_messages += 1
+
+    def body(group: Group) -> tuple[int, int]:
+        count = Count()
+        group._runner.engine.observers.append(count)
+        for _ in range(3):
+            group.allreduce(torch.ones(100_003), name="seen").wait()
+        return count.received_messages, group.statistics().messages_received
+
+    for seen, counted in run_ranks(2, body, transport="tcp", engine=SHORT, tcp=PATIENT):
+        assert seen == counted > 0
+    assert not taken
+
+
+def test_messages_are_counted_alike(taken: list[str]) -> None:
+    def body(group: Group) -> tuple[int, int, int]:
+        for _ in range(4):
+            group.allreduce(torch.ones(100_003), name="counted").wait()
+        group.barrier()
+        statistics = group.statistics()
+        return statistics.messages_sent, statistics.messages_received, statistics.payload_bytes
+
+    relayed = run_ranks(3, body, transport="tcp", engine=SHORT, tcp=PATIENT)
+    assert taken
+    assert relayed == run_ranks(3, body, transport="tcp", engine=SHORT, tcp=ALONE)

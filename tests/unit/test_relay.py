@@ -1,0 +1,380 @@
+"""The relay over two TCP transports, driven step by step by one thread: which message is next, and who reads it."""
+
+import contextlib
+import random
+from array import array
+from collections import deque
+
+import numpy as np
+import pytest
+from test_tcp import CONFIG, Message, Rank, settle, turn
+
+from totalreduce.engine.relaying import Order, RelayPlan, RelayTask
+from totalreduce.foundation.header import Flag, Frame, Header
+from totalreduce.kernels import relay as words
+from totalreduce.kernels.element_types import FLOAT32, FLOAT64, INT32, INT64, MAX, MIN, PRODUCT, SUM
+from totalreduce.relay.relay import Relay, RelaySettings
+from totalreduce.transports.handshake import JobIdentity
+from totalreduce.transports.tcp import TcpTransport, listen
+
+SIGNATURE = bytes(range(24))
+BULK_BYTES = 64
+
+
+class User(Rank):
+    """A rank with a relay: what is in ``waiting`` is handed over when the relay can take it."""
+
+    def __init__(self, transport, *, is_fifo=False, starvation_limit=64):
+        super().__init__(transport)
+        self.waiting, self.relay_has, self.ended, self.traffic = deque(), {}, [], []
+        prologue = Header(Frame.DATA, 0).pack()[:8]
+        settings = RelaySettings(prologue, BULK_BYTES, is_fifo, starvation_limit)
+        self.relay = transport.use_relay(lambda port: Relay(port, settings, self))
+        self.rival_order = Order(is_promoted=False, priority=0, sequence=0)
+
+    @property
+    def has_candidates(self):
+        return bool(self.waiting)
+
+    def hand_over(self):
+        for task in list(self.waiting):
+            taken = self.relay.take(task)
+            if taken is not None:
+                self.waiting.remove(task)
+                self.relay_has[task.owner] = taken
+
+    def order_of_bulk(self, peer):
+        return self.rival_order if self.bulk else None
+
+    def relayed(self, peer, traffic):
+        self.traffic.append(traffic)
+
+    def relay_ended(self, task):
+        self.ended.append(task.owner)
+
+
+def make_ranks(**options):
+    doors = [listen("127.0.0.1") for _ in range(2)]
+    addresses = [door.getsockname()[:2] for door in doors]
+    identity = JobIdentity(bytes(16), "test", 0)
+    transports = [TcpTransport(rank, addresses, door, identity, CONFIG) for rank, door in enumerate(doors)]
+    return User(transports[0], **options), Rank(transports[1])
+
+
+@pytest.fixture
+def pair(request):
+    """A rank with a relay and one without; bulk has gone both ways."""
+    made = make_ranks(**getattr(request, "param", {}))
+    for rank in made:
+        rank.post_bulk(Message(1, 1000))
+    turn(made, lambda: all(rank.inbox == [1] for rank in made))
+    settle(made)
+    yield made
+    for rank in made:
+        if not rank.left:
+            rank.transport.close(0.0)
+
+
+def row(action, step, start, num_bytes):
+    return action, step, 0, 0, start, num_bytes
+
+
+def task(number, rows, buffer, *, priority=0, promoted=False, kind=FLOAT32, reduction=SUM, divisor=1, lanes=1):
+    """Return a task with the same rows in every lane, for messages with the operation id ``number``."""
+    sends = [each[0] == words.SEND for each in rows]
+    plan = RelayPlan(
+        (1,),
+        frozenset({1} if False in sends else ()),
+        frozenset({1} if True in sends else ()),
+        [array("q", [word for each in rows for word in each]) for _ in range(lanes)],
+        kind,
+        8 if kind in (FLOAT64, INT64) else 4,
+        reduction,
+        divisor,
+    )
+    receives, leaves = (sends.index(what) if what in sends else len(rows) for what in (False, True))
+    positions = [(receives, leaves)] * lanes
+    order = Order(promoted, priority, number)
+    return RelayTask(plan, (number, 0), SIGNATURE, order, [memoryview(buffer).cast("B")], positions, number)
+
+
+class Part(Message):
+    """A message of an operation of the relay."""
+
+    def __init__(self, number, step, body, *, lane=0, flags=0, signature=SIGNATURE):
+        self.number, self.body = number, memoryview(body).cast("B")
+        self.header = Header.pack_data(0, (number, 0), lane, step, flags, len(self.body), signature, 0)
+
+
+def accept_all(rank):
+    """Have a rank keep the headers and the bodies of what arrives."""
+    arrived = []
+
+    def delivered(box):
+        arrived.append((box.number, box.header.step, bytes(box.view)))
+
+    def accept(peer, header, lease=None):
+        box = type("Box", (), {"lease": None})()
+        box.number, box.header, box.view = header.operation, header, memoryview(bytearray(header.body_bytes))
+        return box
+
+    rank.delivered, rank.accept = delivered, accept
+    return arrived
+
+
+def test_a_message_is_added_and_goes_on(pair):
+    user, peer = pair
+    arrived = accept_all(peer)
+    mine, theirs = np.arange(1000, dtype=np.float32), np.full(1000, 0.5, np.float32)
+    result = np.full(1000, 7, np.float32)
+    rows = [
+        row(words.SEND, 0, 0, 2000),
+        row(words.COMBINE_LAST, 0, 2000, 2000),
+        row(words.SEND, 1, 2000, 2000),
+        row(words.REPLACE, 1, 0, 2000),
+    ]
+    buffer = mine.copy()
+    user.waiting.append(task(9, rows, buffer, divisor=2))
+    peer.post_bulk(Part(9, 0, theirs[:500]), Part(9, 1, result[:500]))
+    turn(pair, lambda: user.ended == [9] and len(arrived) == 2)
+    expected = np.concatenate([result[:500], (mine[500:] + 0.5) / np.float32(2)])
+    np.testing.assert_array_equal(buffer, expected)
+    assert arrived == [(9, 0, mine[:500].tobytes()), (9, 1, expected[500:].tobytes())]
+    assert sum(each.messages_in for each in user.traffic) == sum(each.messages_out for each in user.traffic) == 2
+    assert sum(each.bytes_out for each in user.traffic) == 2 * (64 + 2000)
+    assert user.inbox == [1], "the rank itself has seen no message of it"
+    assert not user.relay.is_busy
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "reduction", "function"),
+    [
+        (FLOAT32, np.float32, PRODUCT, np.multiply),
+        (FLOAT64, np.float64, SUM, np.add),
+        (INT32, np.int32, MIN, np.minimum),
+        (INT64, np.int64, MAX, np.maximum),
+    ],
+)
+@pytest.mark.parametrize("count", [1, 100_001])
+def test_every_reduction_of_bodies_that_come_in_pieces(pair, kind, dtype, reduction, function, count):
+    user, peer = pair
+    generator = np.random.default_rng(count)
+    mine, theirs = ((generator.random(count) * 100 - 50).astype(dtype) for _ in range(2))
+    buffer, body = mine.copy(), theirs.copy()
+    rows = [row(words.COMBINE, 0, 0, buffer.nbytes)]
+    user.waiting.append(task(9, rows, buffer, kind=kind, reduction=reduction))
+    # By hand, so that an element is cut in two.
+    turn(pair, lambda: user.relay_has)
+    connection = user.relay._comes_by(1).connection
+    (sock,) = (c.sock for c in peer.transport._peers.bulk_routes.values())
+    stream = Part(9, 0, body).header + body.tobytes()
+    sizes = random.Random(count)
+    sock.setblocking(True)
+    while stream:
+        size = sizes.choice([1, 3, 63, 64, 65, 4097, 100_003])
+        sock.sendall(stream[:size])
+        stream = stream[size:]
+        user.transport.wait(0.01)
+        user.transport.progress()
+    sock.setblocking(False)
+    turn((user,), lambda: user.ended == [9])
+    np.testing.assert_array_equal(buffer, function(mine, theirs))
+    assert connection.incoming.is_between_messages
+
+
+def test_heartbeats_between_messages_and_headers_in_pieces(pair):
+    user, peer = pair
+    buffers = [np.zeros(4, np.float32) for _ in range(3)]
+    for number, buffer in enumerate(buffers, 10):
+        user.waiting.append(task(number, [row(words.REPLACE, 0, 0, 16)], buffer))
+    turn(pair, lambda: len(user.relay_has) == 3)
+    (sock,) = (c.sock for c in peer.transport._peers.bulk_routes.values())
+    stream = b""
+    for number in (12, 10, 11):
+        part = Part(number, 0, np.full(4, number, np.float32))
+        stream += b"+" * (number - 9) + part.header + part.body
+    for byte in range(len(stream)):
+        sock.send(stream[byte : byte + 1])
+        user.transport.wait(0.0)
+        user.transport.progress()
+    turn((user,), lambda: len(user.ended) == 3)
+    assert sorted(user.ended) == [10, 11, 12]
+    for number, buffer in enumerate(buffers, 10):
+        assert buffer.tolist() == [number] * 4
+
+
+def test_messages_that_no_lane_expects_are_left_to_the_rank(pair):
+    """Other operations, another signature, another step and another length: none of them changes the tensor."""
+    user, peer = pair
+    arrived, buffer = accept_all(user), np.zeros(25, np.float32)
+    user.waiting.append(task(9, [row(words.REPLACE, 3, 0, 100)], buffer))
+    turn(pair, lambda: user.relay_has)
+    body = np.ones(25, np.float32)
+    others = [
+        Message(5, 3000),
+        Part(9, 3, body, signature=bytes(24)),
+        Part(9, 2, body),
+        Part(9, 3, body[:24]),
+        Part(9, 3, body, lane=1),
+        Part(9, 3, body, flags=128),
+        Message(6, 0, Frame.POSTED),
+    ]
+    peer.post_bulk(*others, Part(9, 3, body), Message(7, 100))
+    turn(pair, lambda: user.ended == [9] and len(arrived) == len(others) + 1)
+    assert [number for number, _, _ in arrived] == [5, 9, 9, 9, 9, 9, 6, 7]
+    assert buffer.tolist() == [1.0] * 25
+
+
+def test_messages_with_the_flag_eager_are_counted(pair):
+    user, peer = pair
+    buffer = np.zeros(50, np.float32)
+    user.waiting.append(task(9, [row(words.REPLACE, 0, 0, 100), row(words.REPLACE, 1, 100, 100)], buffer))
+    turn(pair, lambda: user.relay_has)
+    body = np.ones(25, np.float32)
+    peer.post_bulk(Part(9, 0, body, flags=Flag.EAGER), Part(9, 1, body))
+    turn(pair, lambda: user.ended == [9])
+    assert sum(each.eager_in for each in user.traffic) == 1
+    assert sum(each.eager_bytes_in for each in user.traffic) == 100
+
+
+def order_of_arrival(pair, tasks, *, until):
+    """Let the relay take tasks while its socket is full, and return the order in which their messages arrive."""
+    user, peer = pair
+    arrived = accept_all(peer)
+    user.waiting.extend(tasks)
+    (route,) = user.transport._peers.bulk_routes.values()
+    route.outgoing.writable = False  # until all are there
+    while user.waiting:
+        user.hand_over()
+    route.outgoing.writable = True
+    turn(pair, lambda: len(arrived) == until)
+    return [(number, step) for number, step, _ in arrived]
+
+
+def test_the_most_urgent_message_leaves_first(pair):
+    rows, buffer = [row(words.SEND, step, 0, 100) for step in range(3)], np.zeros(25, np.float32)
+    tasks = [
+        task(20, rows, buffer, priority=5),
+        task(21, rows, buffer, priority=1),
+        task(22, rows, buffer, priority=1),
+        task(23, rows, buffer, priority=9, promoted=True),
+    ]
+    steps = range(3)
+    assert order_of_arrival(pair, tasks, until=12) == [(number, step) for number in (23, 21, 22, 20) for step in steps]
+
+
+def test_lanes_advance_together(pair):
+    rows, buffer = [row(words.SEND, step, 0, 100) for step in range(3)], np.zeros(25, np.float32)
+    arrived = order_of_arrival(pair, [task(20, rows, buffer, lanes=2)], until=6)
+    assert [step for _, step in arrived] == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("pair", [{"starvation_limit": 4}], indirect=True)
+def test_the_oldest_message_leaves_after_so_many_that_have_overtaken_it(pair):
+    rows, buffer = [row(words.SEND, step, 0, 100) for step in range(12)], np.zeros(25, np.float32)
+    tasks = [task(20, rows[:2], buffer, priority=5), task(21, rows, buffer, priority=1)]
+    arrived = order_of_arrival(pair, tasks, until=14)
+    assert [position for position, (number, _) in enumerate(arrived) if number == 20] == [4, 9]
+
+
+@pytest.mark.parametrize("pair", [{"is_fifo": True}], indirect=True)
+def test_messages_leave_by_age_if_priorities_are_ignored(pair):
+    rows, buffer = [row(words.SEND, step, 0, 100) for step in range(2)], np.zeros(25, np.float32)
+    tasks = [task(21, rows, buffer, priority=1, promoted=True), task(20, rows, buffer, priority=5)]
+    assert order_of_arrival(pair, tasks, until=4) == [(20, 0), (20, 1), (21, 0), (21, 1)]
+
+
+@pytest.mark.parametrize(("priority", "first"), [(0, 30), (9, 20)])
+def test_the_ranks_own_bulk_has_its_place_among_the_relays_messages(pair, priority, first):
+    user, _ = pair
+    rows, buffer = [row(words.SEND, step, 0, 100) for step in range(3)], np.zeros(25, np.float32)
+    user.rival_order = Order(is_promoted=False, priority=priority, sequence=40)
+    user.post_bulk(Message(30, 100), Message(31, 100))
+    arrived = order_of_arrival(pair, [task(20, rows, buffer, priority=5)], until=5)
+    expected = [(30, 0), (31, 0), (20, 0), (20, 1), (20, 2)]
+    assert arrived == (expected if first == 30 else expected[2:] + expected[:2])
+
+
+def test_what_is_promoted_later_overtakes(pair):
+    user, peer = pair
+    arrived = accept_all(peer)
+    big, buffer = np.zeros(4 << 20, np.uint8), np.zeros(25, np.float32)
+    rows = [row(words.SEND, step, 0, big.nbytes) for step in range(3)]
+    user.waiting.append(task(20, rows, big, priority=1))
+    user.waiting.append(task(21, [row(words.SEND, 0, 0, 100)], buffer, priority=5))
+    peer.receives = False
+    turn((user,), lambda: user.relay._leaves_by(1).is_half_way_out)
+    user.relay_has[21].promote()
+    peer.receives = True
+    turn(pair, lambda: len(arrived) == 4)
+    assert [(number, step) for number, step, _ in arrived] == [(20, 0), (21, 0), (20, 1), (20, 2)]
+
+
+# ---------------------------------------------------------------------------------------------------------- failure
+
+
+def test_an_operation_that_fails_half_way_changes_its_tensor_no_more(pair):
+    """The rest of the message that comes is forgotten, and the one that leaves goes to its end: others follow."""
+    user, peer = pair
+    arrived = accept_all(peer)
+    big, other = np.zeros(8 << 20, np.uint8), np.zeros(25, np.float32)
+    user.waiting.append(task(20, [row(words.SEND, 0, 0, big.nbytes), row(words.REPLACE, 0, 0, big.nbytes)], big))
+    user.waiting.append(task(21, [row(words.SEND, 0, 0, 100), row(words.REPLACE, 0, 0, 100)], other, priority=1))
+    turn(pair, lambda: len(user.relay_has) == 2)
+    ones = np.ones(8 << 20, np.uint8)
+    (sock,) = (c.sock for c in peer.transport._peers.bulk_routes.values())
+    sent = sock.send(Part(20, 0, ones).header + ones[: 1 << 16].tobytes())
+    turn((user,), lambda: big[0] == 1)
+    user.relay_has[20].fail()
+    user.transport.progress()
+    changed = int(big.sum())
+    assert changed < len(big)
+    rest = ones[sent - 64 :].tobytes()
+    while rest:  # as much as the socket takes, so that nobody waits for the other
+        with contextlib.suppress(BlockingIOError):
+            rest = rest[sock.send(rest[: 1 << 20]) :]
+        for rank in pair:
+            rank.transport.progress()
+    peer.post_bulk(Part(20, 1, other), Part(21, 0, np.full(25, 3, np.float32)))
+    user.inbox.clear()
+    accept_all(user)
+    turn(pair, lambda: user.ended == [21] and len(arrived) == 2)
+    assert int(big.sum()) == changed
+    assert [(number, len(body)) for number, _, body in arrived] == [(20, len(big)), (21, 100)]
+    assert other.tolist() == [3.0] * 25
+    assert not user.relay.is_busy
+
+
+@pytest.mark.parametrize("in_body", [False, True])
+def test_a_peer_that_ends_in_a_message_is_lost(pair, in_body):
+    user, peer = pair
+    buffer = np.zeros(1 << 18, np.float32)
+    user.waiting.append(task(20, [row(words.COMBINE, 0, 0, buffer.nbytes)], buffer))
+    turn(pair, lambda: user.relay_has)
+    (sock,) = (c.sock for c in peer.transport._peers.bulk_routes.values())
+    part = Part(20, 0, buffer)
+    sock.send(part.header + bytes(5000) if in_body else part.header[:30])
+    if in_body:
+        turn((user,), lambda: user.traffic)
+    for connection in peer.transport._connections.values():
+        connection.sock.shutdown(2)
+    turn((user,), lambda: user.lost)
+    assert "its connection ended" in user.lost[0]
+    assert not user.ended
+
+
+def test_encrypted_connections_have_no_relay(rank_tls):
+    doors = [listen("127.0.0.1") for _ in range(2)]
+    addresses = [door.getsockname()[:2] for door in doors]
+    identity = JobIdentity(bytes(16), "test", 0)
+    transports = [TcpTransport(r, addresses, d, identity, CONFIG, rank_tls[r]) for r, d in enumerate(doors)]
+    made = user, peer = User(transports[0]), Rank(transports[1])
+    for rank in made:
+        rank.post_bulk(Message(1, 1000))
+    turn(made, lambda: all(rank.inbox == [1] for rank in made))
+    user.waiting.append(task(20, [row(words.SEND, 0, 0, 100)], np.zeros(25, np.float32)))
+    user.post_bulk(Message(2, 100))
+    turn(made, lambda: peer.inbox == [1, 2])
+    assert not user.relay_has
+    for rank in made:
+        rank.transport.close(0.0)
