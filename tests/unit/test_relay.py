@@ -38,10 +38,9 @@ class User(Rank):
 
     def hand_over(self):
         for task in list(self.waiting):
-            taken = self.relay.take(task)
-            if taken is not None:
+            if self.relay.may_take(task.plan):
                 self.waiting.remove(task)
-                self.relay_has[task.owner] = taken
+                self.relay_has[task.owner] = self.relay.take(task)
 
     def order_of_bulk(self, peer):
         return self.rival_order if self.bulk else None

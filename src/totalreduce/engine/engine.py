@@ -316,8 +316,8 @@ class Engine:
 
     def relay_ended(self, operation: Operation, now: float) -> None:
         """Record that the relay has exchanged all messages of an operation."""
-        if not operation.finished:
-            self._end(operation, now, None)
+        operation.lanes_left = 0
+        self._end_if_done(operation, now)
 
     def promote(self, operation: Operation, now: float) -> None:
         """Send the messages of an operation before those of operations that are not promoted, here and at its peers.
@@ -480,6 +480,8 @@ class Engine:
         if operation.finished or operation.carriage is not None:
             return reception.sink(peer, header)
         if operation.relayed is not None:
+            if not header.body_bytes and operation.relayed.receive_empty(peer, header.lane, header.step):
+                return reception.empty(peer, header)
             raise ProtocolError(
                 f"rank {peer} sent lane {header.lane}, step {header.step} of {operation.name!r} out of turn"
             )

@@ -72,13 +72,19 @@ class Carriage(Protocol):
 
 
 class RelayedOperation(Protocol):
-    """An operation in the relay. All methods may be called by any thread."""
+    """An operation in the relay. Any thread may call all methods but ``receive_empty``."""
 
     def promote(self) -> None:
         """Send its messages before those of operations that are not promoted."""
 
     def fail(self) -> None:
         """Receive and send no further message of it. Its memory is used no more after the next ``progress``."""
+
+    def receive_empty(self, peer: int, lane: int, step: int) -> bool:
+        """Take a message without body that the engine has received; false if it is not the next one of its lane.
+
+        Only the thread that moves messages may call this.
+        """
 
     def positions(self) -> list[tuple[int, int]]:
         """Return for each lane the index of the next row that receives, and of the next one that sends."""
@@ -281,6 +287,8 @@ class Operation:
     def _is_needed_by_relay(self, peer: int) -> bool:
         """Return whether the relay has still to exchange a message with a peer."""
         assert self.relayed is not None
+        if any(message.taken and not message.sent for message in self.queued.get(peer, ())):
+            return True
         return any(
             action.peer == peer and lane.regions[index] is not None
             for lane, (receives, sends) in zip(self.lanes, self.relayed.positions(), strict=True)

@@ -125,6 +125,10 @@ class Reception:
             self.floating.owe(peer, floating_cost(header.body_bytes))
         return self._begin(Delivery(peer, header, memoryview(bytearray(header.body_bytes))))
 
+    def empty(self, peer: int, header: Header) -> Delivery:
+        """Take a message without body, on whose header the engine has acted."""
+        return self._begin(Delivery(peer, header, memoryview(b"")))
+
     def float(self, peer: int, header: Header, lease: Lease | None) -> Delivery:
         """Take a message whose operation was not submitted here yet.
 

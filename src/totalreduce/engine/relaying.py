@@ -2,8 +2,8 @@
 
 An operation begins with messages of the engine. It is a *candidate* for the relay (``Relay``) if the
 relay can follow its schedule. It is handed over as soon as its receivers are known to have submitted it, and no message
-of it is arriving, leaving or waiting to be added here. From then on the relay has it until it ends: the engine sees no
-message of it, and the relay reports its end. If it fails, the relay forgets it.
+of it is arriving or waiting to be added here. From then on the relay has it until it ends: the engine sees no
+message of it but those that are half-way out, and the relay reports its end. If it fails, the relay forgets it.
 
 The messages on the wire are those of the engine. So each rank may hand an operation over, at any time, or not at all.
 """
@@ -27,7 +27,7 @@ from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.types import PAIRWISE, Algorithm, ReduceOp
 from totalreduce.kernels import relay as words
 from totalreduce.kernels.element_types import FLOAT32, KINDS, REDUCTIONS, SUM, has_code
-from totalreduce.schedules.actions import Action, Mode, Receive, Send
+from totalreduce.schedules.actions import NOTHING, Action, Mode, Receive, Send
 
 __all__ = ["Order", "Relay", "RelayPlan", "RelayTask", "RelayedTraffic", "Relaying"]
 
@@ -58,7 +58,7 @@ class RelayPlan:
 
     Attributes:
         peers: The ranks with which messages are exchanged.
-        sources: Those from which messages come.
+        sources: Those from which bodies come. A message without body may come by any connection.
         targets: Those to which messages leave.
         rows: By lane: the rows of ``kernels.relay``, one after the other.
         kind: The element type (``kernels.element_types``).
@@ -122,11 +122,14 @@ class RelayedTraffic(NamedTuple):
 class Relay(Protocol):
     """Moves the messages of large operations (``relay.relay``)."""
 
-    def has_room(self, num_lanes: int) -> bool:
-        """Return whether an operation with so many lanes can be taken."""
+    def may_take(self, plan: RelayPlan) -> bool:
+        """Return whether an operation with this plan can be taken now.
 
-    def take(self, task: RelayTask) -> RelayedOperation | None:
-        """Take an operation, from within ``Relaying.hand_over``. Returns ``None`` if it cannot be taken now."""
+        If not, because a message is arriving from a source, the relay sees to it that nothing follows that message.
+        """
+
+    def take(self, task: RelayTask) -> RelayedOperation:
+        """Take an operation that can be taken now, from within ``Relaying.hand_over``."""
 
 
 class Relaying:
@@ -170,36 +173,35 @@ class Relaying:
         plan = operation.layout.relay_plan
         assert self.relay is not None
         assert isinstance(plan, RelayPlan)
-        if not self.relay.has_room(len(plan.rows)):
-            return False
         if operation.held or operation.computing or not plan.targets <= operation.posted_by:
             return False
-        if any(lane.arrivals for lane in operation.lanes):
+        if not self.relay.may_take(plan) or any(lane.arrivals for lane in operation.lanes):
             return False
         key = operation.key
         for delivery in self._reception.arriving:
             header = delivery.header
             if (header.operation, header.iteration) == key and delivery.operation in (operation, None):
                 return False
-        unsent: dict[int, int] = {}  # by lane: the first action whose message has not left
+        waiting: dict[int, int] = {}  # by lane: the first action whose message waits
+        leaving = set()  # messages that are half-way out, which the engine sends to their end
         for messages in operation.queued.values():
             for message in messages:
-                if message.taken and not message.sent:
-                    return False
                 if not message.taken:
                     index = operation.program.sends[message.action.peer, message.action.step]
-                    unsent[message.lane] = min(unsent.get(message.lane, index), index)
+                    waiting[message.lane] = min(waiting.get(message.lane, index), index)
+                elif not message.sent:
+                    leaving.add(message)  # a set, because messages that were held are listed twice
         positions = []
         for lane, rows in zip(operation.lanes, plan.rows, strict=True):
-            sends = unsent.get(lane.index, lane.position)
-            positions.append((_next_row(rows, lane.position, sends=False), _next_row(rows, sends, sends=True)))
+            sends = waiting.get(lane.index, lane.position)
+            receives = words.next_row(rows, lane.position, sends=False)
+            positions.append((receives, words.next_row(rows, sends, sends=True)))
         order = Order(operation.promoted, operation.priority, operation.sequence)
         signature = operation.layout.expectation.packed
-        relayed = self.relay.take(RelayTask(plan, key, signature, order, operation.buffers, positions, operation))
-        if relayed is None:
-            return False
+        task = RelayTask(plan, key, signature, order, operation.buffers, positions, operation)
+        operation.relayed = self.relay.take(task)
         self._outbox.discard(operation)
-        operation.relayed = relayed
+        operation.unsent = len(leaving)
         return True
 
     def count(self, peer: int, traffic: RelayedTraffic) -> None:
@@ -225,23 +227,12 @@ class Relaying:
         return Order(operation.promoted, operation.priority, operation.sequence)
 
 
-def _next_row(rows: array[int], index: int, *, sends: bool) -> int:
-    """Return the first row from ``index`` on that sends, or else that receives; the number of rows if there is none."""
-    length = len(rows) // words.ROW_WORDS
-    while index < length:
-        action = rows[index * words.ROW_WORDS + words.ACTION]
-        if action != words.NOTHING and (action == words.SEND) == sends:
-            break
-        index += 1
-    return index
-
-
 def _plan(layout: OperationLayout, bulk_peers: frozenset[int], eager_bytes: int) -> RelayPlan | None:
     """Return what the relay needs for operations of a layout; ``None`` if it cannot carry them out."""
     program, signature = layout.program, layout.signature
     peers = tuple(dict.fromkeys((*program.sources, *program.targets)))
-    # A message must come when its lane expects it. With one source it does. In the chain of a broadcast the consent,
-    # which is the only message of a second source, comes after the data of this rank has left.
+    # A message must come when its lane expects it. With one source it does. In the chain of a broadcast the consent, an
+    # empty message, is the only one of a second source, and comes after the data of this rank has left.
     if len(program.sources) > 1 and program.algorithm != Algorithm.CHAIN:
         return None
     if (
@@ -266,7 +257,8 @@ def _plan(layout: OperationLayout, bulk_peers: frozenset[int], eager_bytes: int)
         for lane in range(layout.num_lanes)
     ]
     divisor = len(layout.ranks) if signature.reduction is ReduceOp.AVG else 1
-    sources, targets = frozenset(program.sources), frozenset(program.targets)
+    sources = frozenset(action.peer for action in receives if action.chunk != NOTHING)
+    targets = frozenset(program.targets)
     kind, reduction = KINDS.get(signature.dtype, FLOAT32), REDUCTIONS.get(signature.reduction, SUM)
     return RelayPlan(peers, sources, targets, rows, kind, signature.dtype.itemsize, reduction, divisor)
 

@@ -19,12 +19,13 @@ of the connections, of the lanes and of the operations. Addresses are those of t
 from __future__ import annotations
 
 import functools
+from array import array
 from collections.abc import Callable
 from typing import Final
 
 from totalreduce.kernels import machine_code
 
-__all__ = ["NUM_ARGUMENTS", "Pump", "load"]
+__all__ = ["NUM_ARGUMENTS", "Pump", "load", "next_row"]
 
 # ----------------------------------------------------------------------------------------------- words of the head
 
@@ -139,6 +140,17 @@ BLOCK_WORDS: Final = OPERATIONS_AT + OPERATIONS_MAX * OPERATION_WORDS
 #: The compiled function: the address of the block, and for how many nanoseconds it may wait. Returns ``STATUS``.
 Pump = Callable[[int, int], int]
 NUM_ARGUMENTS: Final = 2
+
+
+def next_row(rows: array[int], index: int, *, sends: bool) -> int:
+    """Return the first row from ``index`` on that sends, or else that receives; the number of rows if there is none."""
+    length = len(rows) // ROW_WORDS
+    while index < length:
+        action = rows[index * ROW_WORDS + ACTION]
+        if action != NOTHING and (action == SEND) == sends:
+            break
+        index += 1
+    return index
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple, Protocol, final
 
 import numpy as np
 
-from totalreduce.engine.relaying import Order, RelayedTraffic, RelayTask
+from totalreduce.engine.relaying import Order, RelayedTraffic, RelayPlan, RelayTask
 from totalreduce.kernels import relay as w
 from totalreduce.transports.connection import Connection, UnsentLimit
 from totalreduce.transports.relay import RelayPort
@@ -115,6 +115,22 @@ class RelayedOperation:
         """Receive and send no further message of it."""
         self._words[self._at + w.HAS_FAILED] = 1
         self._failed.append(self)
+
+    def receive_empty(self, peer: int, lane: int, step: int) -> bool:
+        """Take a message without body that the engine has received; false if it is not the next one of its lane."""
+        if lane >= len(self.lanes):
+            return False
+        words, at, plan = self._words, w.LANES_AT + self.lanes[lane] * w.LANE_WORDS, self.task.plan
+        rows, index = plan.rows[lane], words[at + w.RECEIVES]
+        if index == words[at + w.LENGTH]:
+            return False
+        row = rows[index * w.ROW_WORDS : (index + 1) * w.ROW_WORDS]
+        if row[w.STEP] != step or row[w.LENGTH_BYTES] or plan.peers[row[w.ROW_PEER]] != peer:
+            return False
+        words[at + w.RECEIVES] = w.next_row(rows, index + 1, sends=False)
+        if words[at + w.RECEIVES] == words[at + w.SENDS] == words[at + w.LENGTH]:
+            words[self._at + w.LANES_LEFT] -= 1
+        return True
 
     def positions(self) -> list[tuple[int, int]]:
         """Return for each lane the index of the next row that receives, and of the next one that sends."""
@@ -344,9 +360,20 @@ class Relay:
         """Whether the function has something to do, or to wait for."""
         return bool(self._operations) or any(line.is_busy_with_failed for line in self._lines.values())
 
-    def has_room(self, num_lanes: int) -> bool:
-        """Return whether an operation with so many lanes can be taken."""
-        return bool(self._free_operations) and len(self._free_lanes) >= num_lanes
+    def may_take(self, plan: RelayPlan) -> bool:
+        """Return whether an operation with this plan can be taken now.
+
+        If not, because a message is arriving from a source, nothing is read after that message.
+        """
+        if not self._free_operations or len(self._free_lanes) < len(plan.rows):
+            return False
+        if any(self._leaves_by(peer) is None for peer in plan.targets):
+            return False
+        sources = [self._comes_by(peer) for peer in plan.sources]
+        for line in sources:
+            if line is not None:
+                line.is_wanted = True
+        return all(line is not None and line.connection.incoming.is_between_messages for line in sources)
 
     def hand_over(self) -> None:
         """Take operations that can be taken now."""
@@ -355,23 +382,11 @@ class Relay:
                 line.is_wanted = False
             self._user.hand_over()
 
-    def take(self, task: RelayTask) -> RelayedOperation | None:
-        """Take an operation, for which there is room. Returns ``None`` if it cannot be taken now."""
+    def take(self, task: RelayTask) -> RelayedOperation:
+        """Take an operation that can be taken now."""
         plan = task.plan
-        comes_by: list[_Line | None] = [None] * len(plan.peers)
-        leaves_by: list[_Line | None] = [None] * len(plan.peers)
-        for index, peer in enumerate(plan.peers):
-            if peer in plan.sources:
-                line = comes_by[index] = self._comes_by(peer)
-                if line is None:
-                    return None
-                if not line.connection.incoming.is_between_messages:
-                    line.is_wanted = True
-                    return None
-            if peer in plan.targets:
-                leaves_by[index] = self._leaves_by(peer)
-                if leaves_by[index] is None:
-                    return None
+        comes_by = [self._comes_by(peer) if peer in plan.sources else None for peer in plan.peers]
+        leaves_by = [self._leaves_by(peer) if peer in plan.targets else None for peer in plan.peers]
         operation = self._add(task, comes_by, leaves_by)
         for line in operation.comes_by:
             line.readers += 1
