@@ -72,6 +72,13 @@ def test_no_bit_depends_on_the_relay(world_size: int, taken: list[str]) -> None:
             tensor = values_of(group.rank, 20_011, torch.bfloat16)
             group.broadcast(tensor, root=1, name="broadcast", schedule="chain")
             results.append(tensor)
+            tensor = values_of(group.rank, 20_011, torch.float32)
+            group.reduce(tensor, root=1, name="reduce", op=ReduceOp.AVG, schedule="chain").wait()
+            results.append(tensor)
+            parts = [values_of(group.rank, 5003 + rank, torch.float64) for rank in range(group.world_size)]
+            tensor = torch.empty(5003 + group.rank, dtype=torch.float64)
+            group.reduce_scatter(tensor, parts, name="reduce_scatter", schedule="ring").wait()
+            results += [tensor, *parts]
             blocks = [torch.empty(5003 + rank, dtype=torch.float16) for rank in range(group.world_size)]
             mine = values_of(group.rank, 5003 + group.rank, torch.float16)
             group.allgather(blocks, mine, name="allgather", schedule="ring").wait()
@@ -80,7 +87,7 @@ def test_no_bit_depends_on_the_relay(world_size: int, taken: list[str]) -> None:
 
     relayed = run_ranks(world_size, body, transport="tcp", engine=SHORT, tcp=PATIENT)
     # Which operations are taken depends on how late a rank is. All kinds of them are in three rounds of all ranks.
-    assert {name for name, _, _ in REDUCTIONS} | {"broadcast", "allgather"} <= set(taken)
+    assert {name for name, _, _ in REDUCTIONS} | {"broadcast", "reduce", "reduce_scatter", "allgather"} <= set(taken)
     taken.clear()
     alone = run_ranks(world_size, body, transport="tcp", engine=SHORT, tcp=ALONE)
     assert not taken

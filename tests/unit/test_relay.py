@@ -75,7 +75,7 @@ def pair(request):
 
 
 def row(action, step, start, num_bytes):
-    return action, step, 0, 0, start, num_bytes
+    return action, step, 0, 0, start, num_bytes, 0, start
 
 
 def task(number, rows, buffer, *, priority=0, promoted=False, kind=FLOAT32, reduction=SUM, divisor=1, lanes=1):
@@ -90,11 +90,13 @@ def task(number, rows, buffer, *, priority=0, promoted=False, kind=FLOAT32, redu
         8 if kind in (FLOAT64, INT64) else 4,
         reduction,
         divisor,
+        {},
+        0,
     )
     receives, leaves = (sends.index(what) if what in sends else len(rows) for what in (False, True))
     positions = [(receives, leaves)] * lanes
     order = Order(promoted, priority, number)
-    return RelayTask(plan, (number, 0), SIGNATURE, order, [memoryview(buffer).cast("B")], positions, number)
+    return RelayTask(plan, (number, 0), SIGNATURE, order, [memoryview(buffer).cast("B")], positions, [], number)
 
 
 class Part(Message):

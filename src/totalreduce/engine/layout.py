@@ -247,6 +247,6 @@ class OperationLayout:
             chunk_elements = max(1, _SPAN_SEGMENTS * config.segment_bytes // (width * program.span_max))
             num_lanes = max(num_lanes, -(-counts[0] // (chunk_elements * program.num_chunks)))
         if program.pipeline_ranks:
-            piece_bytes = max(config.segment_bytes_min // 2, min(PIECE_BYTES_MIN, config.segment_bytes))
+            piece_bytes = min(PIECE_BYTES_MIN, config.segment_bytes)
             num_lanes = max(num_lanes, pipeline_pieces(program.pipeline_ranks, num_bytes, piece_bytes))
         return [num_lanes]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -65,6 +65,8 @@ class RelayPlan:
         itemsize: The bytes of an element.
         reduction: How contributions are combined (``kernels.element_types``).
         divisor: Of an average; otherwise 1.
+        sums: Where the unfinished sums begin that are not kept in the tensor, by buffer and lane.
+        sum_bytes: The length of all unfinished sums that are not kept in the tensor.
     """
 
     peers: tuple[int, ...]
@@ -75,6 +77,8 @@ class RelayPlan:
     itemsize: int
     reduction: int
     divisor: int
+    sums: Mapping[tuple[int, int], int]
+    sum_bytes: int
 
 
 class RelayTask(NamedTuple):
@@ -87,6 +91,7 @@ class RelayTask(NamedTuple):
         order: The place of its messages among those that wait.
         buffers: The bytes of the operation, as in ``engine.operation``.
         positions: By lane: the index of the next row that receives, and of the next one that sends.
+        sums: Unfinished sums that are there already: the first byte among those of the plan, and the bytes.
         owner: A value of the user.
     """
 
@@ -96,6 +101,7 @@ class RelayTask(NamedTuple):
     order: Order
     buffers: Sequence[memoryview | None]
     positions: list[tuple[int, int]]
+    sums: list[tuple[int, memoryview]]
     owner: Any
 
 
@@ -198,7 +204,8 @@ class Relaying:
             positions.append((receives, words.next_row(rows, sends, sends=True)))
         order = Order(operation.promoted, operation.priority, operation.sequence)
         signature = operation.layout.expectation.packed
-        task = RelayTask(plan, key, signature, order, operation.buffers, positions, operation)
+        sums = [(plan.sums[place], view) for place, view in operation.accumulators.items()]
+        task = RelayTask(plan, key, signature, order, operation.buffers, positions, sums, operation)
         operation.relayed = self.relay.take(task)
         self._outbox.discard(operation)
         operation.unsent = len(leaving)
@@ -235,37 +242,61 @@ def _plan(layout: OperationLayout, bulk_peers: frozenset[int], eager_bytes: int)
     # empty message, is the only one of a second source, and comes after the data of this rank has left.
     if len(program.sources) > 1 and program.algorithm != Algorithm.CHAIN:
         return None
-    if (
-        signature.kind in PAIRWISE
-        or layout.keeps_partials
-        or not 0 < len(peers) <= words.PEERS_MAX
-        or not bulk_peers.issuperset(peers)
-    ):
+    if signature.kind in PAIRWISE or not 0 < len(peers) <= words.PEERS_MAX or not bulk_peers.issuperset(peers):
         return None
     # A receiver says that it has submitted an operation only if it expects more than the eager allowance.
     if layout.num_bytes <= eager_bytes:
         return None
     receives = [action for action in program.actions if isinstance(action, Receive)]
-    if any(action.into not in (None, action.chunk) for action in receives):
+    if any(action.onto_partial for action in receives):
         return None
     can_add = not signature.dtype.is_half and has_code(signature.dtype, signature.reduction)
     if not can_add and any(action.mode is not Mode.REPLACE for action in receives):
         return None
-    row = functools.partial(_row, peers)
-    rows = [
-        array("q", itertools.chain.from_iterable(map(row, program.actions, layout.regions(lane))))
-        for lane in range(layout.num_lanes)
-    ]
+    sums, rows = _Sums(layout), []
+    for lane in range(layout.num_lanes):
+        row = functools.partial(_row, sums, peers, lane)
+        rows.append(array("q", itertools.chain.from_iterable(map(row, program.actions, layout.regions(lane)))))
     divisor = len(layout.ranks) if signature.reduction is ReduceOp.AVG else 1
     sources = frozenset(action.peer for action in receives if action.chunk != NOTHING)
     targets = frozenset(program.targets)
     kind, reduction = KINDS.get(signature.dtype, FLOAT32), REDUCTIONS.get(signature.reduction, SUM)
-    return RelayPlan(peers, sources, targets, rows, kind, signature.dtype.itemsize, reduction, divisor)
+    itemsize = signature.dtype.itemsize
+    return RelayPlan(peers, sources, targets, rows, kind, itemsize, reduction, divisor, sums.starts, sums.num_bytes)
 
 
-def _row(peers: tuple[int, ...], action: Action, region: Region | None) -> tuple[int, ...]:
+class _Sums:
+    """Where the unfinished sums of an operation are that are not kept in its tensor: one after the other.
+
+    Attributes:
+        starts: By buffer and lane: the first byte.
+        num_bytes: The length of all.
+    """
+
+    def __init__(self, layout: OperationLayout) -> None:
+        self._layout = layout
+        self.starts: dict[tuple[int, int], int] = {}
+        self.num_bytes = 0
+
+    def place(self, lane: int, region: Region, *, partial: bool) -> tuple[int, int]:
+        """Return the buffer and the first byte of a region: of the unfinished sums, if they are kept apart."""
+        if not partial or not self._layout.keeps_partials:
+            return region.buffer, region.start
+        key = region.buffer, lane
+        if key not in self.starts:
+            self.starts[key] = self.num_bytes
+            self.num_bytes += self._layout.accumulator_bytes(region.buffer, lane)
+        return words.OF_SUMS, self.starts[key] + region.wide_start
+
+
+def _row(sums: _Sums, peers: tuple[int, ...], lane: int, action: Action, region: Region | None) -> tuple[int, ...]:
     """Return the words of a row of ``kernels.relay``."""
     if region is None:
-        return (words.NOTHING, 0, 0, 0, 0, 0)
-    what = words.SEND if isinstance(action, Send) else _RECEIVE[action.mode]
-    return what, action.step, peers.index(action.peer), region.buffer, region.start, region.body_bytes
+        return (words.NOTHING, *(words.ROW_WORDS - 1) * [0])
+    if isinstance(action, Send):
+        what, place = words.SEND, sums.place(lane, region, partial=action.partial)
+    elif action.mode is Mode.COMBINE_LAST:
+        what, place = words.COMBINE_LAST, (region.into, region.start)
+    else:
+        what, place = _RECEIVE[action.mode], sums.place(lane, region, partial=action.mode is Mode.COMBINE)
+    return what, action.step, peers.index(action.peer), region.buffer, region.start, region.body_bytes, *place

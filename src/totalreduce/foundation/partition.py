@@ -72,4 +72,4 @@ def pipeline_pieces(num_ranks: int, num_bytes: int, piece_bytes_min: int) -> int
     Filling and emptying the pipeline takes n-2 piece times, so there are many pieces, but none below
     ``piece_bytes_min``.
     """
-    return max(1, min(24 * max(1, num_ranks - 2), num_bytes // piece_bytes_min))
+    return max(1, min(40 * max(1, num_ranks - 2), num_bytes // piece_bytes_min))

@@ -87,9 +87,11 @@ OVERTAKES = 43
 #: Since the interpreter has looked: bytes and messages that came and that left; messages that came with the flag EAGER,
 #: and their bytes.
 BYTES_IN, MESSAGES_IN, BYTES_OUT, MESSAGES_OUT, EAGER_IN, EAGER_BYTES_IN = 44, 45, 46, 47, 48, 49
+#: Of a body that is added: where its next byte's counterpart in this rank's tensor is.
+IN_LOCAL = 52
 #: Whether nothing can be sent any more. What the peer has sent before is read to the end.
 IS_BROKEN = 51
-CONNECTION_WORDS: Final = 52
+CONNECTION_WORDS: Final = 53
 
 NO_LANE, DISCARDED, DETACHED = -1, -2, -3
 EOF: Final = -1
@@ -115,15 +117,19 @@ IS_PROMOTED, HAS_FAILED, LANES_LEFT = 0, 1, 2
 PRIORITY, SEQUENCE = 3, 4
 #: The element type, the length of an element, the reduction, and the divisor of an average (``element_types``).
 KIND, ITEMSIZE, REDUCTION, DIVISOR = 5, 6, 7, 8
-#: The address of the addresses of its buffers.
-BUFFERS = 9
-OPERATION_WORDS: Final = 10
+#: The address of the addresses of its buffers, and the address of its unfinished sums.
+BUFFERS, SUMS = 9, 10
+OPERATION_WORDS: Final = 11
 
 # ---------------------------------------------------------------------------------------------------- words of a row
 
 #: What it does (below), the step of the message, the number of the peer, the buffer, the first byte, and the length.
 ACTION, STEP, ROW_PEER, BUFFER, START, LENGTH_BYTES = 0, 1, 2, 3, 4, 5
-ROW_WORDS: Final = 6
+#: Where a sum is written, and where a message is sent from: the number of the buffer, and the first byte. The buffer
+#: ``OF_SUMS`` has the unfinished sums that are not kept in the tensor.
+INTO, INTO_START = 6, 7
+OF_SUMS: Final = -1
+ROW_WORDS: Final = 8
 #: What a row does. ``NOTHING``: the lane has no part in this action.
 SEND, REPLACE, COMBINE, COMBINE_LAST, NOTHING = 0, 1, 2, 3, 4
 

@@ -85,10 +85,12 @@ def _row(block: Words, lane: Any, index: Any) -> Any:
 
 
 @compiled
-def _address(block: Words, lane: Any, row: Words) -> Any:
-    """Return the address of the bytes of a row."""
-    buffers = int64_at(block[_operation(block, lane) + w.BUFFERS])
-    return int64(buffers[row[w.BUFFER]] + row[w.START])
+def _address(block: Words, lane: Any, buffer: Any, start: Any) -> Any:
+    """Return the address of a byte of a buffer, or of the unfinished sums."""
+    operation = _operation(block, lane)
+    if buffer == w.OF_SUMS:
+        return int64(block[operation + w.SUMS] + start)
+    return int64(int64_at(block[operation + w.BUFFERS])[buffer] + start)
 
 
 @compiled
@@ -221,7 +223,9 @@ def _begin_body(block: Words, at: Any) -> None:
         return
     lane = _lane(number)
     row = _row(block, lane, block[lane + w.RECEIVES])
-    block[at + w.IN_LANE], block[at + w.IN_AT] = number, _address(block, lane, row)
+    block[at + w.IN_LANE] = number
+    block[at + w.IN_AT] = _address(block, lane, row[w.INTO], row[w.INTO_START])
+    block[at + w.IN_LOCAL] = _address(block, lane, row[w.BUFFER], row[w.START])
     block[at + w.IN_LEFT], block[at + w.IN_WAITING] = row[w.LENGTH_BYTES], 0
     if row[w.LENGTH_BYTES] == 0:
         _end_body(block, at)
@@ -260,12 +264,15 @@ def _receive_body(block: Words, at: Any) -> Any:
     count = _receive(block, at, window + waiting, min(left, block[at + w.WINDOW_BYTES] - waiting))
     operation = _operation(block, lane)
     kind, itemsize, come = block[operation + w.KIND], block[operation + w.ITEMSIZE], waiting + count
-    elements = come // itemsize
+    elements, local = come // itemsize, block[at + w.IN_LOCAL]
+    if local != target:
+        copy_bytes(target, local, elements * itemsize)
     combine(kind, block[operation + w.REDUCTION], target, window, elements)
     if action == w.COMBINE_LAST:
         average(kind, block[operation + w.DIVISOR], target, elements)
     added = elements * itemsize
     copy_bytes(window, window + added, come - added)
+    block[at + w.IN_LOCAL] = local + added
     block[at + w.IN_WAITING], block[at + w.IN_AT], block[at + w.IN_LEFT] = come - added, target + added, left - count
     return count
 
@@ -371,7 +378,8 @@ def _load(block: Words, at: Any, number: Any) -> None:
         block[header + 4 + word] = block[lane + w.SIGNATURE + word]
     block[header + 7] = block[lane + w.SENT_PRIORITY]
     block[at + w.OUT_LANE], block[at + w.OUT_HEADER_LEFT] = number, HEADER_BYTES
-    block[at + w.OUT_AT], block[at + w.OUT_LEFT] = _address(block, lane, row), row[w.LENGTH_BYTES]
+    block[at + w.OUT_AT] = _address(block, lane, row[w.INTO], row[w.INTO_START])
+    block[at + w.OUT_LEFT] = row[w.LENGTH_BYTES]
 
 
 @compiled

@@ -28,6 +28,9 @@ __all__ = ["Relay", "RelaySettings", "RelayUser", "RelayedOperation"]
 
 #: The memory for a part of a body that is to be added: it stays in the second-level cache.
 _WINDOW_BYTES: Final = 256 * 1024
+#: How many memories for unfinished sums are kept, and how long they are at most.
+_KEPT_MAX: Final = 4
+_KEPT_BYTES_MAX: Final = 32 * 1024 * 1024
 #: The length of the kernel's ``struct epoll_event``, and where its data is. On x86-64 it is packed.
 _EVENT_BYTES, _EVENT_DATA = (12, 4) if platform.machine() == "x86_64" else (16, 8)
 
@@ -82,6 +85,7 @@ class RelayedOperation:
         lanes: The numbers of its lanes in the words.
         comes_by: The connections by which its messages come.
         leaves_by: Those by which they leave.
+        sums: Unfinished sums that are not kept in the tensor.
     """
 
     def __init__(
@@ -96,6 +100,7 @@ class RelayedOperation:
         """``failed``: gets the operation when it fails."""
         self.task, self.number, self.lanes = task, number, lanes
         self.comes_by, self.leaves_by = routes
+        self.sums: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = None
         self._words, self._failed = words, failed
         self._at = w.OPERATIONS_AT + number * w.OPERATION_WORDS
         buffers = [0 if view is None or not len(view) else _address(view) for view in task.buffers]
@@ -289,6 +294,8 @@ class Relay:
         self._lines: dict[Connection, _Line] = {}
         self._operations: dict[int, RelayedOperation] = {}
         self._failed: deque[RelayedOperation] = deque()
+        #: Memory for unfinished sums of later operations, by its length: to touch fresh memory takes time.
+        self._sums: dict[int, np.ndarray[tuple[int], np.dtype[np.uint8]]] = {}
         self._free_lines = list(range(w.CONNECTIONS_MAX))
         self._free_operations = list(range(w.OPERATIONS_MAX))
         self._free_lanes = list(range(w.LANES_MAX))
@@ -406,6 +413,13 @@ class Relay:
         words[at + w.REDUCTION], words[at + w.DIVISOR] = plan.reduction, plan.divisor
         routes = {line for line in comes_by if line is not None}, {line for line in leaves_by if line is not None}
         operation = self._operations[number] = RelayedOperation(words, self._failed, task, number, lanes, routes)
+        if plan.sum_bytes:
+            operation.sums = self._sums.pop(plan.sum_bytes, None)
+            if operation.sums is None:
+                operation.sums = np.empty(plan.sum_bytes, np.uint8)
+            for start, view in task.sums:
+                operation.sums[start : start + len(view)] = np.frombuffer(view, np.uint8)
+            words[at + w.SUMS] = _address(operation.sums.data)
         numbers = [[-1 if line is None else line.number for line in lines] for lines in (comes_by, leaves_by)]
         left = 0
         for index, (lane, rows, (receives, sends)) in enumerate(zip(lanes, plan.rows, task.positions, strict=True)):
@@ -432,6 +446,10 @@ class Relay:
             line.readers -= 1
         for line in operation.leaves_by:
             line.writers -= 1
+        if operation.sums is not None and operation.has_ended and len(operation.sums) <= _KEPT_BYTES_MAX:
+            self._sums[len(operation.sums)] = operation.sums
+            if len(self._sums) > _KEPT_MAX:
+                del self._sums[next(iter(self._sums))]
         heapq.heappush(self._free_operations, operation.number)
         for lane in operation.lanes:
             words[w.LANES_AT + lane * w.LANE_WORDS + w.OPERATION] = -1
