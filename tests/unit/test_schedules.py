@@ -499,8 +499,8 @@ def test_an_inner_rank_of_one_tree_is_a_leaf_of_the_other(world_size: int) -> No
 
 
 def test_pieces_of_a_chain() -> None:
-    assert pipeline_pieces(2, 1 << 30, 65536) == 24
-    assert pipeline_pieces(10, 1 << 30, 65536) == 192
+    assert pipeline_pieces(2, 1 << 30, 65536) == 40
+    assert pipeline_pieces(10, 1 << 30, 65536) == 320
     assert pipeline_pieces(10, 200_000, 65536) == 3
     assert pipeline_pieces(10, 0, 65536) == pipeline_pieces(1, 0, 65536) == 1
 

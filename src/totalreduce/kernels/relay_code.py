@@ -39,7 +39,7 @@ Words = Any
 
 _BEAT: Final = ord("+")
 #: How much may be received from a connection, and moved by all, before others get their turn.
-_QUANTUM_BYTES: Final = 1 << 20
+_QUANTUM_BYTES: Final = 256 << 10
 #: ``SO_RCVLOWAT`` while a body arrives, as in ``transports.connection``.
 _WAKE_BYTES: Final = 1 << 20
 _WAKE_BYTES_MIN: Final = 32 << 10
