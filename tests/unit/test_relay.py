@@ -311,6 +311,19 @@ def test_what_is_promoted_later_overtakes(pair):
     assert [(number, step) for number, step, _ in arrived] == [(20, 0), (21, 0), (20, 1), (20, 2)]
 
 
+def test_more_urgent_bulk_of_the_rank_itself_does_not_wait_for_the_relay(pair):
+    """It comes while a message of the relay fills the socket, as it does nearly always beside large operations."""
+    user, peer = pair
+    arrived, big = accept_all(peer), np.zeros(4 << 20, np.uint8)
+    user.waiting.append(task(20, [row(words.SEND, step, 0, big.nbytes) for step in range(3)], big, priority=5))
+    peer.receives = False
+    turn((user,), lambda: user.relay_has and user.relay._leaves_by(1).is_half_way_out)
+    user.post_bulk(Message(30, 100), Message(31, 100))
+    peer.receives = True
+    turn(pair, lambda: len(arrived) == 5)
+    assert [number for number, _, _ in arrived] == [20, 30, 31, 20, 20]
+
+
 # ---------------------------------------------------------------------------------------------------------- failure
 
 

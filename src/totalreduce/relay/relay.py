@@ -322,8 +322,7 @@ class Relay:
         line = self._lines.get(connection)
         if line is None or not line.writers:
             return True
-        line.note_rival(self._user.order_of_bulk(connection.peer))
-        is_turn = line.is_rivals_turn and line.has_rival
+        is_turn = line.is_rivals_turn and self._user.order_of_bulk(connection.peer) is not None
         line.end_rivals_turn()
         return is_turn
 
@@ -479,8 +478,8 @@ class Relay:
         words, lines = self._words, self._lines.values()
         for line in lines:
             line.lend()
-            if line.has_rival:  # it may have left meanwhile
-                line.end_rivals_turn()
+            if line.writers or line.has_rival:
+                line.end_rivals_turn()  # it has taken its turn, or is asked again
                 line.note_rival(self._user.order_of_bulk(line.connection.peer))
         self._pump(words[w.SELF], int(timeout_s * 1e9))
         for index in range(words[w.NUM_EVENTS_LEFT]):
