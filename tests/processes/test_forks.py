@@ -100,7 +100,7 @@ def run(fleet, prepare, source):
 @pytest.mark.faults("F14")
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_children_that_only_end(fleet, transport: str) -> None:
-    for facts in run(fleet, PREPARE[transport], FORKS.replace("FORKS", "4")):
+    for facts in run(fleet, PREPARE[transport], FORKS.replace("FORKS", "2")):
         assert facts["right"]
         assert facts["longest_s"] < 60  # a child that hangs is killed after that; ending takes the interpreter 0.3 s
 
