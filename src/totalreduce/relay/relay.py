@@ -383,9 +383,9 @@ class Relay:
 
     def hand_over(self) -> None:
         """Take operations that can be taken now."""
+        for line in self._lines.values():
+            line.is_wanted = False
         if self._user.has_candidates:
-            for line in self._lines.values():
-                line.is_wanted = False
             self._user.hand_over()
 
     def take(self, task: RelayTask) -> RelayedOperation:
@@ -469,10 +469,11 @@ class Relay:
 
     # ------------------------------------------------------------------------------------------------- the function
 
-    def pump(self, timeout_s: float) -> None:
+    def pump(self, timeout_s: float) -> bool:
         """Have the function move messages, and wait for ``timeout_s`` at most if there are none.
 
-        It returns as soon as there is something for the transport (``RelayPort.events``) or for ``settle``.
+        It returns as soon as there is something for the transport (``RelayPort.events``) or for ``settle``. Returns
+        whether it could go on after that.
         """
         self._sweep()
         words, lines = self._words, self._lines.values()
@@ -487,6 +488,7 @@ class Relay:
             self._port.events.append((words[at], words[at + 1] & 0xFFFFFFFF))
         for line in lines:
             line.take_back()
+        return bool(words[w.STATUS] & ~w.RIVALS_TURN)
 
     def settle(self, now: float) -> list[Connection]:
         """Report what the function has done: bytes, the ends of operations and connections.

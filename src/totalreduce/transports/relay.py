@@ -56,8 +56,11 @@ class MessageRelay(Protocol):
     def is_rivals_turn(self, connection: Connection) -> bool:
         """Whether ``may_write`` would return true if a message waits."""
 
-    def pump(self, timeout_s: float) -> None:
-        """Move messages; wait for ``timeout_s`` at most if there are none, or until something else has happened."""
+    def pump(self, timeout_s: float) -> bool:
+        """Move messages; wait for ``timeout_s`` at most if there are none, or until something else has happened.
+
+        Returns whether it could go on after ``settle``.
+        """
 
     def settle(self, now: float) -> list[Connection]:
         """Report what ``pump`` has done; return the connections of which a message is to be read here."""

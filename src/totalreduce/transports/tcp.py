@@ -20,6 +20,7 @@ import functools
 import os
 import select
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -154,7 +155,7 @@ class TcpTransport(Transport):
         self._relay: MessageRelay | None = None
 
     def use_relay(self, make: Callable[[Any], Made]) -> Made | None:
-        if not self._config.has_relay:
+        if not self._config.has_relay or sys.byteorder != "little":  # it compares headers as they are on the wire
             return None
         port = RelayPort(self._poller.epoll.fileno(), self._peers.open, self._peers.bulk_routes, self._poller.events)
         relay = make(port)
@@ -212,19 +213,18 @@ class TcpTransport(Transport):
                     self._send(peer, endpoint, now, bulk=bulk)
             if now >= self._liveness.due_at:
                 self._check_timers(endpoint, now)
-            if relay is not None and relay.is_busy:
-                self._relay_messages(relay, endpoint, now)
-            return bool(self._poller.events) or self._more_to_do(endpoint)
+            more = relay is not None and relay.is_busy and self._relay_messages(relay, endpoint, now)
+            return more or bool(self._poller.events) or self._more_to_do(endpoint)
 
-    def _relay_messages(self, relay: MessageRelay, endpoint: Endpoint, now: float) -> None:
-        """Have the relay move what can be moved now, and read the messages that it refuses."""
+    def _relay_messages(self, relay: MessageRelay, endpoint: Endpoint, now: float) -> bool:
+        """Have the relay move what it can, and read the messages that it refuses; return whether it could go on."""
         for _turn in range(_RELAY_TURNS_MAX):
-            relay.pump(0.0)
-            refused = relay.settle(now)
-            for connection in refused:
+            more = relay.pump(0.0)
+            for connection in relay.settle(now):
                 self._guard(connection, endpoint, now, reading=True)
-            if not refused or self._poller.events:
-                return
+            if not more or self._poller.events:
+                return False
+        return True
 
     def _send(self, peer: int, endpoint: Endpoint, now: float, *, bulk: bool) -> None:
         """Send messages of one kind to a peer, as many as its route takes."""
@@ -402,7 +402,10 @@ class TcpTransport(Transport):
             self._peers.gone.add(connection.peer)
             endpoint.peer_lost(connection.peer, reason)
             return
-        if connection.incoming.is_mid_body and now - connection.incoming.moved_at > 2 * self._config.heartbeat_s:
+        is_relayed = self._relay is not None and self._relay.reads(connection)
+        if (
+            connection.incoming.is_mid_body or is_relayed
+        ) and now - connection.incoming.moved_at > 2 * self._config.heartbeat_s:
             # A part of the body may have arrived unreported, below the low-water mark of the socket, and whether
             # anything arrives here can decide whether the peer is lost (``_verdict_at``).
             connection.incoming.readable = True
