@@ -167,6 +167,22 @@ def test_a_rank_that_leaves_fails_what_the_relay_has(taken: list[str]) -> None:
     assert second[1]
 
 
+def test_a_neighbour_that_has_ended_may_leave(taken: list[str]) -> None:
+    """In a reduce-scatter, a rank ends while its predecessor still waits for its own last message."""
+
+    def body(group: Group) -> int:
+        rank, world_size = group.rank, group.world_size
+        for _ in range(2):
+            parts, result = [torch.full((50_003,), float(rank)) for _ in range(world_size)], torch.empty(50_003)
+            group.reduce_scatter(result, parts, name="ends", schedule="ring").wait()
+        group.close()
+        return int(result[0])
+
+    for _ in range(8):
+        assert run_ranks(3, body, transport="tcp", engine=SHORT, tcp=PATIENT) == [3, 3, 3]
+    assert taken
+
+
 def test_observed_operations_are_not_taken(taken: list[str]) -> None:
     """An observer sees every message."""
 

@@ -9,8 +9,12 @@ import numpy as np
 import pytest
 from test_tcp import CONFIG, Message, Rank, settle, turn
 
+from totalreduce.engine.engine import Engine
 from totalreduce.engine.relaying import Order, RelayPlan, RelayTask
+from totalreduce.engine.submission import Submission
+from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.header import Flag, Frame, Header
+from totalreduce.foundation.types import DType, OpKind, ReduceOp, Signature
 from totalreduce.kernels import relay as words
 from totalreduce.kernels.element_types import FLOAT32, FLOAT64, INT32, INT64, MAX, MIN, PRODUCT, SUM
 from totalreduce.relay.relay import Relay, RelaySettings
@@ -166,7 +170,7 @@ def test_every_reduction_of_bodies_that_come_in_pieces(pair, kind, dtype, reduct
     user.waiting.append(task(9, rows, buffer, kind=kind, reduction=reduction))
     # By hand, so that an element is cut in two.
     turn(pair, lambda: user.relay_has)
-    connection = user.relay._comes_by(1).connection
+    connection = user.relay._comes_by(1)
     (sock,) = (c.sock for c in peer.transport._peers.bulk_routes.values())
     stream = Part(9, 0, body).header + body.tobytes()
     sizes = random.Random(count)
@@ -224,6 +228,42 @@ def test_messages_that_no_lane_expects_are_left_to_the_rank(pair):
     turn(pair, lambda: user.ended == [9] and len(arrived) == len(others) + 1)
     assert [number for number, _, _ in arrived] == [5, 9, 9, 9, 9, 9, 6, 7]
     assert buffer.tolist() == [1.0] * 25
+
+
+@pytest.mark.parametrize("cut", [1, 20, 63, 64])
+def test_the_beginning_of_a_header_after_the_last_operation_is_not_lost(pair, cut):
+    """The function has read it when the operation ends. The rest comes when the relay has nothing to do."""
+    user, peer = pair
+    buffer = np.zeros(25, np.float32)
+    user.waiting.append(task(9, [row(words.REPLACE, 0, 0, 100)], buffer))
+    turn(pair, lambda: user.relay_has)
+    (sock,) = (c.sock for c in peer.transport._peers.bulk_routes.values())
+    part, other = Part(9, 0, np.ones(25, np.float32)), Message(5, 300)
+    stream = other.header + bytes(other.body)
+    sock.send(part.header + bytes(part.body) + stream[:cut])
+    user.transport.wait(1.0)  # without a turn of ``progress``, which might look first
+    turn((user,), lambda: user.ended == [9])
+    assert not user.relay._operations
+    sock.send(stream[cut:])
+    turn((user,), lambda: user.inbox == [1, 5])
+    assert not user.relay.is_busy
+    assert not user.lost
+
+
+def test_a_refused_header_is_not_read_twice_by_the_function(pair):
+    """A second thread may call the function before the header is given back."""
+    user, peer = pair
+    buffer = np.zeros(25, np.float32)
+    user.waiting.append(task(9, [row(words.REPLACE, 0, 0, 100)], buffer))
+    turn(pair, lambda: user.relay_has)
+    arrived = accept_all(user)
+    peer.post_bulk(Message(5, 300), Part(9, 0, np.ones(25, np.float32)))
+    peer.transport.progress()
+    for _ in range(3):
+        user.transport.wait(0.1)
+    turn(pair, lambda: user.ended == [9] and len(arrived) == 1)
+    assert arrived[0][0] == 5
+    assert not user.lost
 
 
 def test_messages_with_the_flag_eager_are_counted(pair):
@@ -296,6 +336,16 @@ def test_the_ranks_own_bulk_has_its_place_among_the_relays_messages(pair, priori
     assert arrived == (expected if first == 30 else expected[2:] + expected[:2])
 
 
+@pytest.mark.parametrize("pair", [{"starvation_limit": 4}], indirect=True)
+def test_the_ranks_own_urgent_bulk_does_not_starve_the_relay(pair):
+    user, _ = pair
+    rows, buffer = [row(words.SEND, step, 0, 100) for step in range(2)], np.zeros(25, np.float32)
+    user.rival_order = Order(is_promoted=False, priority=0, sequence=40)
+    user.post_bulk(*(Message(number, 100) for number in range(30, 42)))
+    arrived = order_of_arrival(pair, [task(20, rows, buffer, priority=5)], until=14)
+    assert [position for position, (number, _) in enumerate(arrived) if number == 20] == [4, 9]
+
+
 def test_what_is_promoted_later_overtakes(pair):
     user, peer = pair
     arrived = accept_all(peer)
@@ -304,7 +354,7 @@ def test_what_is_promoted_later_overtakes(pair):
     user.waiting.append(task(20, rows, big, priority=1))
     user.waiting.append(task(21, [row(words.SEND, 0, 0, 100)], buffer, priority=5))
     peer.receives = False
-    turn((user,), lambda: user.relay._leaves_by(1).is_half_way_out)
+    turn((user,), lambda: user.relay._line(user.relay._leaves_by(1)).is_half_way_out)
     user.relay_has[21].promote()
     peer.receives = True
     turn(pair, lambda: len(arrived) == 4)
@@ -317,7 +367,7 @@ def test_more_urgent_bulk_of_the_rank_itself_does_not_wait_for_the_relay(pair):
     arrived, big = accept_all(peer), np.zeros(4 << 20, np.uint8)
     user.waiting.append(task(20, [row(words.SEND, step, 0, big.nbytes) for step in range(3)], big, priority=5))
     peer.receives = False
-    turn((user,), lambda: user.relay_has and user.relay._leaves_by(1).is_half_way_out)
+    turn((user,), lambda: user.relay_has and user.relay._line(user.relay._leaves_by(1)).is_half_way_out)
     user.post_bulk(Message(30, 100), Message(31, 100))
     peer.receives = True
     turn(pair, lambda: len(arrived) == 5)
@@ -392,3 +442,51 @@ def test_encrypted_connections_have_no_relay(rank_tls):
     assert not user.relay_has
     for rank in made:
         rank.transport.close(0.0)
+
+
+# ------------------------------------------------------------------------------------------------- what an engine needs
+
+
+class Taker:
+    """A relay that takes everything, and an operation of it whose positions the test sets."""
+
+    def __init__(self):
+        self.tasks, self.places, self.has_failed = [], [], False
+
+    def may_take(self, plan):
+        return True
+
+    def take(self, task):
+        self.tasks.append(task)
+        self.places = list(task.positions)
+        return self
+
+    def positions(self):
+        return self.places
+
+    def fail(self):
+        self.has_failed = True
+
+
+def test_an_operation_in_the_relay_needs_a_peer_until_its_last_message():
+    """Rank 0 of a ring of three receives from rank 2 and sends to rank 1."""
+    engine = Engine(0, 3, EngineConfig(bulk_bytes=16, eager_bytes=64, segment_bytes=64, segment_bytes_min=16))
+    engine.outbox.bulk_peers, relay = frozenset({1, 2}), Taker()
+    engine.relaying.relay = relay
+    signature = Signature(OpKind.ALLREDUCE, DType.FLOAT32, ReduceOp.SUM, 0, (600,), algorithm="ring")
+    operation = engine.submit(Submission("ring", signature, [memoryview(bytearray(2400))]), 0.0)
+    engine.hand_over(0.0)
+    assert not relay.tasks, "rank 1 is not known to have submitted it"
+    engine._rendezvous.on_posted(1, operation.key)
+    engine.hand_over(0.0)
+    assert operation.needs(1)
+    assert operation.needs(2)
+    length = len(operation.program.actions)
+    relay.places = [(receives, length) for receives, _ in relay.places]
+    assert not operation.needs(1)
+    assert operation.needs(2)
+    engine.peer_departed(1, "it has closed the group", 1.0)
+    assert not operation.finished
+    engine.peer_departed(2, "it has closed the group", 1.0)
+    assert operation.finished
+    assert relay.has_failed

@@ -614,7 +614,8 @@ class Engine:
         """
         self.channels.tick(now)
         self.stalls.tick(now)
-        for peer in self.members.overdue(now, {delivery.peer for delivery in self.reception.arriving}):
+        arriving = {delivery.peer for delivery in self.reception.arriving} | self.relaying.arriving()
+        for peer in self.members.overdue(now, arriving):
             self.peer_departed(peer, self.members.departed[peer], now)
 
     def validate(self) -> None:

@@ -78,7 +78,7 @@ class RelayedOperation(Protocol):
         """Send its messages before those of operations that are not promoted."""
 
     def fail(self) -> None:
-        """Receive and send no further message of it. Its memory is used no more after the next ``progress``."""
+        """Receive and send no further message of it. One that is half-way out is sent to its end."""
 
     def receive_empty(self, peer: int, lane: int, step: int) -> bool:
         """Take a message without body that the engine has received; false if it is not the next one of its lane.

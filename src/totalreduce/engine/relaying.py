@@ -137,6 +137,9 @@ class Relay(Protocol):
     def take(self, task: RelayTask) -> RelayedOperation:
         """Take an operation that can be taken now, from within ``Relaying.hand_over``."""
 
+    def arriving(self) -> set[int]:
+        """Return the peers of which a message of an operation is arriving. Any thread."""
+
 
 class Relaying:
     """Hands operations over to the relay.
@@ -179,6 +182,8 @@ class Relaying:
         plan = operation.layout.relay_plan
         assert self.relay is not None
         assert isinstance(plan, RelayPlan)
+        if not operation.lanes_left:
+            return False  # only messages that are half-way out are left of it
         if operation.held or operation.computing or not plan.targets <= operation.posted_by:
             return False
         if not self.relay.may_take(plan) or any(lane.arrivals for lane in operation.lanes):
@@ -208,6 +213,9 @@ class Relaying:
         task = RelayTask(plan, key, signature, order, operation.buffers, positions, sums, operation)
         operation.relayed = self.relay.take(task)
         self._outbox.discard(operation)
+        operation.queued = {
+            peer: [message for message in messages if message in leaving] for peer, messages in operation.queued.items()
+        }
         operation.unsent = len(leaving)
         return True
 
@@ -223,6 +231,10 @@ class Relaying:
         if traffic.eager_in:
             overhead = traffic.eager_in * floating_cost(0)
             self._reception.floating.owe(peer, traffic.eager_bytes_in + overhead)
+
+    def arriving(self) -> set[int]:
+        """Return the peers of which a message is arriving through the relay."""
+        return self.relay.arriving() if self.relay is not None else set()
 
     def order_of_bulk(self, peer: int) -> Order | None:
         """Return the place of the most urgent message of bulk that the engine itself has for a peer."""
@@ -243,6 +255,8 @@ def _plan(layout: OperationLayout, bulk_peers: frozenset[int], eager_bytes: int)
     if len(program.sources) > 1 and program.algorithm != Algorithm.CHAIN:
         return None
     if signature.kind in PAIRWISE or not 0 < len(peers) <= words.PEERS_MAX or not bulk_peers.issuperset(peers):
+        return None
+    if layout.num_lanes > words.LANES_MAX:
         return None
     # A receiver says that it has submitted an operation only if it expects more than the eager allowance.
     if layout.num_bytes <= eager_bytes:

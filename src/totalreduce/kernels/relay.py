@@ -54,6 +54,8 @@ HEAD_WORDS: Final = EVENTS_LEFT + 2 * EVENTS_MAX
 #: operation has ended; a connection has ended (``FAILURE``); it is the turn of a message that the interpreter has
 #: (``RIVALS_TURN_HERE``).
 FOR_INTERPRETER, REFUSED, ENDED, FAILED, RIVALS_TURN = 1, 2, 4, 8, 16
+#: It has moved messages for so long that others must have their turn.
+TIME_IS_UP = 32
 
 # ------------------------------------------------------------------------------------------ words of a connection
 
@@ -136,7 +138,7 @@ SEND, REPLACE, COMBINE, COMBINE_LAST, NOTHING = 0, 1, 2, 3, 4
 # ------------------------------------------------------------------------------------------------------------ sizes
 
 CONNECTIONS_MAX: Final = 16
-LANES_MAX: Final = 1024
+LANES_MAX: Final = 2048
 OPERATIONS_MAX: Final = 256
 CONNECTIONS_AT: Final = HEAD_WORDS
 LANES_AT: Final = CONNECTIONS_AT + CONNECTIONS_MAX * CONNECTION_WORDS

@@ -40,6 +40,8 @@ Words = Any
 _BEAT: Final = ord("+")
 #: How much may be received from a connection, and moved by all, before others get their turn.
 _QUANTUM_BYTES: Final = 256 << 10
+#: For how long messages are moved without a pause although the time to wait is over.
+_LONGEST_NS: Final = 20_000_000
 #: ``SO_RCVLOWAT`` while a body arrives, as in ``transports.connection``.
 _WAKE_BYTES: Final = 1 << 20
 _WAKE_BYTES_MIN: Final = 32 << 10
@@ -316,9 +318,11 @@ def _is_ready(block: Words, lane: Any, connection: Any) -> Any:
 
 
 @compiled
-def _give_turn(block: Words, at: Any) -> None:
+def _give_turn(block: Words, at: Any, old_sequence: Any) -> None:
+    """Note that it is the rival's turn. ``old_sequence``: the age of the oldest message here that is ready."""
     block[at + w.RIVALS_TURN_HERE] = 1
-    block[at + w.OVERTAKES] = 0
+    is_oldest = block[at + w.RIVAL_SEQUENCE] < old_sequence
+    block[at + w.OVERTAKES] = 0 if is_oldest else block[at + w.OVERTAKES] + 1
     block[w.STATUS] |= w.RIVALS_TURN
 
 
@@ -347,7 +351,7 @@ def _choose(block: Words, at: Any, connection: Any) -> Any:
             best, best_waits, best_priority, best_sequence, best_step, best_lane = (number, *order)
     if best == w.NO_LANE:
         if block[at + w.RIVAL] != 0:
-            _give_turn(block, at)
+            _give_turn(block, at, old_sequence)
         return best
     if block[w.IS_FIFO] != 0 or block[at + w.OVERTAKES] >= block[w.STARVATION_LIMIT]:
         best, best_waits, best_priority, best_sequence = oldest, int64(-1), int64(0), old_sequence
@@ -357,7 +361,7 @@ def _choose(block: Words, at: Any, connection: Any) -> Any:
             rival_waits, rival_priority = int64(-1), int64(0)
         rival = (rival_waits, rival_priority, block[at + w.RIVAL_SEQUENCE])
         if rival < (best_waits, best_priority, best_sequence):
-            _give_turn(block, at)
+            _give_turn(block, at, old_sequence)
             return int64(w.NO_LANE)
         if block[at + w.RIVAL_SEQUENCE] < old_sequence:
             oldest = int64(w.NO_LANE)
@@ -427,9 +431,9 @@ def _send(block: Words, at: Any) -> Any:
 
 @compiled
 def _write(block: Words, at: Any, connection: Any) -> Any:
-    """Send messages until the socket is full or none is ready; return how many bytes that were."""
+    """Send messages until the socket is full, none is ready, or enough have left; return how many bytes that were."""
     moved = int64(0)
-    while block[at + w.WRITABLE] != 0 and block[at + w.MAY_WRITE] != 0:
+    while block[at + w.WRITABLE] != 0 and block[at + w.MAY_WRITE] != 0 and moved < _QUANTUM_BYTES:
         if block[at + w.OUT_LANE] == w.NO_LANE:
             number = _choose(block, at, connection)
             if number == w.NO_LANE:
@@ -493,7 +497,8 @@ def _pump(address: Any, timeout_ns: Any) -> Any:
     block = int64_at(address)
     block[w.STATUS] = 0
     block[w.NUM_EVENTS_LEFT] = 0
-    until, since_events = int64(0), int64(0)
+    begin = _now(block)
+    until, since_events = begin + timeout_ns, int64(0)
     while True:
         moved = int64(0)
         for number in range(block[w.NUM_CONNECTIONS]):
@@ -510,17 +515,16 @@ def _pump(address: Any, timeout_ns: Any) -> Any:
         if moved != 0 and since_events < _QUANTUM_BYTES:
             continue
         since_events = int64(0)
+        now = _now(block)
         if moved != 0:
             if _wait(block, 0) < 0:
                 return block[w.STATUS]
+            if now - begin > _LONGEST_NS and now > until:
+                block[w.STATUS] |= w.TIME_IS_UP
+                return block[w.STATUS]
             continue
-        left = timeout_ns
-        if until != 0:
-            left = until - _now(block)
-        elif timeout_ns > 0:
-            until = _now(block) + timeout_ns
-        count = _wait(block, max(left, 0))
-        if count < 0 or (count == 0 and left <= 0):
+        count = _wait(block, max(until - now, 0))
+        if count < 0 or (count == 0 and now >= until):
             return block[w.STATUS]
 
 

@@ -56,7 +56,7 @@ class RelaySettings(NamedTuple):
 
 
 class RelayUser(Protocol):
-    """The user of a relay. All methods are called from within ``Transport.progress`` and return quickly."""
+    """The user of a relay. All methods return quickly. All but ``order_of_bulk`` are called by ``progress`` alone."""
 
     @property
     def has_candidates(self) -> bool:
@@ -86,6 +86,7 @@ class RelayedOperation:
         comes_by: The connections by which its messages come.
         leaves_by: Those by which they leave.
         sums: Unfinished sums that are not kept in the tensor.
+        is_removed: Whether the relay has it no more, so that its number and its lanes may be those of another one.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class RelayedOperation:
         """``failed``: gets the operation when it fails."""
         self.task, self.number, self.lanes = task, number, lanes
         self.comes_by, self.leaves_by = routes
+        self.is_removed = False
         self.sums: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = None
         self._words, self._failed = words, failed
         self._at = w.OPERATIONS_AT + number * w.OPERATION_WORDS
@@ -114,12 +116,14 @@ class RelayedOperation:
 
     def promote(self) -> None:
         """Send its messages before those of operations that are not promoted."""
-        self._words[self._at + w.IS_PROMOTED] = 1
+        if not self.is_removed:
+            self._words[self._at + w.IS_PROMOTED] = 1
 
     def fail(self) -> None:
         """Receive and send no further message of it."""
-        self._words[self._at + w.HAS_FAILED] = 1
-        self._failed.append(self)
+        if not self.is_removed:
+            self._words[self._at + w.HAS_FAILED] = 1
+            self._failed.append(self)
 
     def receive_empty(self, peer: int, lane: int, step: int) -> bool:
         """Take a message without body that the engine has received; false if it is not the next one of its lane."""
@@ -140,6 +144,8 @@ class RelayedOperation:
     def positions(self) -> list[tuple[int, int]]:
         """Return for each lane the index of the next row that receives, and of the next one that sends."""
         words = self._words
+        if self.is_removed:
+            return [(len(rows) // w.ROW_WORDS,) * 2 for rows in self.task.plan.rows]
         ats = [w.LANES_AT + lane * w.LANE_WORDS for lane in self.lanes]
         return [(words[at + w.RECEIVES], words[at + w.SENDS]) for at in ats]
 
@@ -153,14 +159,12 @@ class _Line:
         number: Its number in the words.
         readers: How many operations receive by it.
         writers: How many operations send by it.
-        is_wanted: Whether an operation could be taken if the connection were between two messages.
         leaving: An operation that has failed while a message of it was leaving. Its memory is kept until then.
     """
 
     def __init__(self, connection: Connection, limit: UnsentLimit, number: int, words: memoryview) -> None:
         self.connection, self.number = connection, number
         self.readers = self.writers = 0
-        self.is_wanted = False
         self.leaving: RelayedOperation | None = None
         self._window = np.empty(_WINDOW_BYTES, np.uint8)
         self._words = words
@@ -188,9 +192,22 @@ class _Line:
         return self.is_half_way_in or (self.readers > 0 and self.connection.incoming.is_between_messages)
 
     @property
-    def is_busy_with_failed(self) -> bool:
-        """Whether a message of an operation that has failed is half-way."""
-        return self.leaving is not None or self._words[self._at + w.IN_LANE] == w.DISCARDED
+    def is_idle(self) -> bool:
+        """Whether no operation uses the connection, and the function has no part of a message of it."""
+        return not (self.readers or self.writers or self.is_half_way_in or self.is_half_way_out)
+
+    @property
+    def needs_attention(self) -> bool:
+        """Whether a message of a failed operation is half-way, or the connection's half must read a header."""
+        words, at = self._words, self._at
+        is_discarding = words[at + w.IN_LANE] == w.DISCARDED
+        return self.leaving is not None or is_discarding or bool(words[at + w.IN_REFUSED]) or self._has_stray_header
+
+    @property
+    def _has_stray_header(self) -> bool:
+        """Whether the function has a part of a header, and no operation receives by the connection any more."""
+        words, at = self._words, self._at
+        return not self.readers and bool(words[at + w.IN_GOT]) and words[at + w.IN_LANE] == w.NO_LANE
 
     @property
     def is_rivals_turn(self) -> bool:
@@ -220,8 +237,9 @@ class _Line:
         incoming, outgoing = self.connection.incoming, self.connection.outgoing
         words[at + w.READABLE], words[at + w.WRITABLE] = incoming.readable, outgoing.writable
         words[at + w.IS_ENDING], words[at + w.LOW_WATER] = incoming.is_ending, incoming.wake_bytes
-        words[at + w.MAY_READ] = incoming.is_between_messages and self.is_read
-        words[at + w.MAY_WRITE] = not outgoing.has_messages
+        words[at + w.MAY_READ] = incoming.is_between_messages and self.is_read and not words[at + w.IN_REFUSED]
+        is_used = self.writers > 0 or self.is_half_way_out  # otherwise the half must learn that the socket takes bytes
+        words[at + w.MAY_WRITE] = is_used and not outgoing.has_messages
 
     def take_back(self) -> None:
         """Tell the halves what the function knows of the socket."""
@@ -230,13 +248,13 @@ class _Line:
         incoming.readable, outgoing.writable = bool(words[at + w.READABLE]), bool(words[at + w.WRITABLE])
         incoming.wake_bytes = words[at + w.LOW_WATER]
         outgoing.is_lent = self.is_half_way_out
-        if words[at + w.IS_ENDING]:
+        if words[at + w.IS_ENDING] and not incoming.is_ending:
             incoming.read_to_the_end()
 
     def pop_traffic(self) -> RelayedTraffic | None:
         """Return what was exchanged since the last call, and count from 0 again."""
         words, at = self._words, self._at
-        if not words[at + w.BYTES_IN] and not words[at + w.BYTES_OUT]:
+        if not any(words[at + w.BYTES_IN : at + w.EAGER_BYTES_IN + 1]):
             return None
         traffic = RelayedTraffic(*words[at + w.BYTES_IN : at + w.EAGER_BYTES_IN + 1])
         for word in range(w.BYTES_IN, w.EAGER_BYTES_IN + 1):
@@ -246,10 +264,9 @@ class _Line:
     def pop_header(self) -> memoryview | None:
         """Return the bytes of a header that the connection's half must read, if there are some."""
         words, at = self._words, self._at
-        if not words[at + w.IN_REFUSED] and (self.readers or not words[at + w.IN_GOT]):
+        if not words[at + w.IN_REFUSED] and not self._has_stray_header:
             return None
-        if words[at + w.IN_LANE] != w.NO_LANE:
-            return None  # it is the header of a body that is arriving
+        words[at + w.BYTES_IN] -= words[at + w.IN_GOT]  # whoever reads the header counts it
         header = words[at + w.IN_HEADER : at + w.IN_HEADER + 8].cast("B")[: words[at + w.IN_GOT]]
         words[at + w.IN_REFUSED] = words[at + w.IN_GOT] = 0
         return header
@@ -292,6 +309,8 @@ class Relay:
         for number in range(w.LANES_MAX):
             words[w.LANES_AT + number * w.LANE_WORDS + w.OPERATION] = -1
         self._lines: dict[Connection, _Line] = {}
+        #: Connections after whose next message nothing is read, because an operation could be taken then.
+        self._wanted: set[Connection] = set()
         self._operations: dict[int, RelayedOperation] = {}
         self._failed: deque[RelayedOperation] = deque()
         #: Memory for unfinished sums of later operations, by its length: to touch fresh memory takes time.
@@ -310,7 +329,7 @@ class Relay:
     def is_read_exactly(self, connection: Connection) -> bool:
         """Whether the connection's half may read one message and no byte after it."""
         line = self._lines.get(connection)
-        return line is not None and (line.readers > 0 or line.is_wanted)
+        return connection in self._wanted or (line is not None and line.readers > 0)
 
     def sends_by(self, connection: Connection) -> bool:
         """Whether operations of the relay send by a connection."""
@@ -331,40 +350,53 @@ class Relay:
         line = self._lines.get(connection)
         return line is None or not line.writers or line.is_rivals_turn
 
-    def _comes_by(self, peer: int) -> _Line | None:
-        """Return the connection by which bulk comes from a peer, if some has come."""
+    def _comes_by(self, peer: int) -> Connection | None:
+        """Return the connection by which bulk comes from a peer, if some has come and it is not encrypted."""
         for connection in self._port.connections.values():
-            is_of_peer = connection.peer == peer and connection.established
+            is_of_peer = connection.peer == peer and connection.established and connection.unsent_limit is not None
             if is_of_peer and connection.incoming.longest_bytes > self._bulk_bytes:
-                return self._line(connection)
+                return connection
         return None
 
-    def _leaves_by(self, peer: int) -> _Line | None:
-        """Return the connection by which bulk leaves to a peer, if there is one."""
+    def _leaves_by(self, peer: int) -> Connection | None:
+        """Return the connection by which bulk leaves to a peer, if it is for bulk alone and not encrypted."""
         connection = self._port.bulk_routes.get(peer)
-        return self._line(connection) if connection is not None and connection.established else None
+        if connection is None or not connection.established or connection.unsent_limit is None:
+            return None
+        return None if self._port.routes.get(peer) is connection else connection
 
-    def _line(self, connection: Connection) -> _Line | None:
-        """Return what the relay knows of a connection; ``None`` if it has too many, or the connection is encrypted."""
+    def _line(self, connection: Connection) -> _Line:
+        """Return what the relay knows of a connection. There is room for it (``may_take``)."""
         line, limit = self._lines.get(connection), connection.unsent_limit
-        if line is None and limit is not None and self._free_lines:
+        if line is None:
+            assert limit is not None
+            if not self._free_lines:
+                self._forget(next(line for line in self._lines.values() if line.is_idle))
             number = heapq.heappop(self._free_lines)
             line = self._lines[connection] = _Line(connection, limit, number, self._words)
             self._words[w.NUM_CONNECTIONS] = max(self._words[w.NUM_CONNECTIONS], number + 1)
         return line
 
     def _forget(self, line: _Line) -> None:
-        """Let go of a connection that has ended. Its peer is lost, so all operations that use it fail."""
+        """Let go of a connection that has ended, or that nothing uses."""
         line.close()
         del self._lines[line.connection]
-        heapq.heappush(self._free_lines, line.number)
+        self._free_number(line)
+
+    def _free_number(self, line: _Line) -> None:
+        """Let another connection have the number of one that was closed, if the words of no lane name it any more.
+
+        A peer is lost, and its operations fail, some time after its connection has ended.
+        """
+        if not line.readers and not line.writers:
+            heapq.heappush(self._free_lines, line.number)
 
     # --------------------------------------------------------------------------------------------------- operations
 
     @property
     def is_busy(self) -> bool:
         """Whether the function has something to do, or to wait for."""
-        return bool(self._operations) or any(line.is_busy_with_failed for line in self._lines.values())
+        return bool(self._operations) or any(line.needs_attention for line in self._lines.values())
 
     def may_take(self, plan: RelayPlan) -> bool:
         """Return whether an operation with this plan can be taken now.
@@ -373,32 +405,38 @@ class Relay:
         """
         if not self._free_operations or len(self._free_lanes) < len(plan.rows):
             return False
-        if any(self._leaves_by(peer) is None for peer in plan.targets):
+        sources, targets = map(self._comes_by, plan.sources), map(self._leaves_by, plan.targets)
+        incoming = {connection for connection in sources if connection is not None}
+        outgoing = {connection for connection in targets if connection is not None}
+        if len(incoming) < len(plan.sources) or len(outgoing) < len(plan.targets):
             return False
-        sources = [self._comes_by(peer) for peer in plan.sources]
-        for line in sources:
-            if line is not None:
-                line.is_wanted = True
-        return all(line is not None and line.connection.incoming.is_between_messages for line in sources)
+        needed = incoming | outgoing
+        num_idle = sum(line.is_idle and connection not in needed for connection, line in self._lines.items())
+        if len(needed.difference(self._lines)) > len(self._free_lines) + num_idle:
+            return False
+        self._wanted |= incoming
+        return all(connection.incoming.is_between_messages for connection in incoming)
 
     def hand_over(self) -> None:
         """Take operations that can be taken now."""
-        for line in self._lines.values():
-            line.is_wanted = False
+        self._wanted.clear()
         if self._user.has_candidates:
             self._user.hand_over()
 
     def take(self, task: RelayTask) -> RelayedOperation:
         """Take an operation that can be taken now."""
         plan = task.plan
-        comes_by = [self._comes_by(peer) if peer in plan.sources else None for peer in plan.peers]
-        leaves_by = [self._leaves_by(peer) if peer in plan.targets else None for peer in plan.peers]
-        operation = self._add(task, comes_by, leaves_by)
-        for line in operation.comes_by:
-            line.readers += 1
-        for line in operation.leaves_by:
-            line.writers += 1
-        return operation
+        comes_by: list[_Line | None] = [None] * len(plan.peers)
+        leaves_by: list[_Line | None] = [None] * len(plan.peers)
+        for index, peer in enumerate(plan.peers):  # counted at once, so that no line takes the number of an idle one
+            incoming, outgoing = self._comes_by(peer), self._leaves_by(peer)
+            if peer in plan.sources and incoming is not None:
+                line = comes_by[index] = self._line(incoming)
+                line.readers += 1
+            if peer in plan.targets and outgoing is not None:
+                line = leaves_by[index] = self._line(outgoing)
+                line.writers += 1
+        return self._add(task, comes_by, leaves_by)
 
     def _add(self, task: RelayTask, comes_by: list[_Line | None], leaves_by: list[_Line | None]) -> RelayedOperation:
         """Write the words of an operation and of its lanes."""
@@ -440,11 +478,15 @@ class Relay:
     def _remove(self, operation: RelayedOperation) -> None:
         """Take out an operation that has ended."""
         words = self._words
+        operation.is_removed = True
         del self._operations[operation.number]
         for line in operation.comes_by:
             line.readers -= 1
         for line in operation.leaves_by:
             line.writers -= 1
+        for line in operation.comes_by | operation.leaves_by:
+            if self._lines.get(line.connection) is not line:
+                self._free_number(line)
         if operation.sums is not None and operation.has_ended and len(operation.sums) <= _KEPT_BYTES_MAX:
             self._sums[len(operation.sums)] = operation.sums
             if len(self._sums) > _KEPT_MAX:
@@ -482,12 +524,19 @@ class Relay:
             if line.writers or line.has_rival:
                 line.end_rivals_turn()  # it has taken its turn, or is asked again
                 line.note_rival(self._user.order_of_bulk(line.connection.peer))
-        self._pump(words[w.SELF], int(timeout_s * 1e9))
-        for index in range(words[w.NUM_EVENTS_LEFT]):
-            at = w.EVENTS_LEFT + 2 * index
-            self._port.events.append((words[at], words[at + 1] & 0xFFFFFFFF))
-        for line in lines:
-            line.take_back()
+        try:
+            self._pump(words[w.SELF], int(timeout_s * 1e9))
+        except BaseException:  # Ctrl-C: the group fails, and nothing may follow a message that is half-way out
+            for line in lines:
+                if line.is_half_way_out:
+                    line.connection.shutdown()
+            raise
+        finally:
+            for index in range(words[w.NUM_EVENTS_LEFT]):
+                at = w.EVENTS_LEFT + 2 * index
+                self._port.events.append((words[at], words[at + 1] & 0xFFFFFFFF))
+            for line in lines:
+                line.take_back()
         return bool(words[w.STATUS] & ~w.RIVALS_TURN)
 
     def settle(self, now: float) -> list[Connection]:
@@ -496,8 +545,13 @@ class Relay:
         Returns the connections of which a message that the function has refused is to be read.
         """
         refused = []
+        self._sweep()
+        ended = [operation for operation in self._operations.values() if operation.has_ended]
+        for operation in ended:  # first, because it decides who reads what comes next
+            self._remove(operation)
         for line in list(self._lines.values()):
             connection = line.connection
+            header = line.pop_header()
             traffic = line.pop_traffic()
             if traffic is not None:
                 if traffic.bytes_in:
@@ -507,18 +561,19 @@ class Relay:
                 self._user.relayed(connection.peer, traffic)
             if not line.is_half_way_out:
                 line.leaving = None
-            header = line.pop_header()
             if header is not None:
                 connection.incoming.give(header)
                 refused.append(connection)
             if line.has_ended:
                 self._forget(line)
                 connection.incoming.read_to_the_end()  # which will come to the same end
-        self._sweep()
-        for operation in [operation for operation in self._operations.values() if operation.has_ended]:
-            self._remove(operation)
+        for operation in ended:
             self._user.relay_ended(operation.task)
         return refused
+
+    def arriving(self) -> set[int]:
+        """Return the peers of which a message of an operation is arriving. Any thread."""
+        return {line.connection.peer for line in tuple(self._lines.values()) if line.is_half_way_in}
 
 
 def _word(number: int) -> int:

@@ -169,7 +169,7 @@ class _SendingHalf:
     ) -> None:
         """Send what was taken, then messages of one kind (see ``Endpoint``), until the socket is full or there is none.
 
-        ``may_load``: whether another message may be taken; ``None``: any number.
+        ``may_load``: whether another message may be taken, asked before each; ``None``: any number.
 
         Raises:
             OSError: The connection ended.
@@ -182,7 +182,7 @@ class _SendingHalf:
             if not self._messages:
                 if may_load is not None and not may_load():
                     break
-                if not self._load(peer, endpoint, bulk=bulk):
+                if not self._load(peer, endpoint, bulk=bulk, most=1 if may_load is not None else _GATHER_MESSAGES):
                     break
             if self.write_on(now):
                 messages, self._messages = self._messages, []
@@ -211,10 +211,10 @@ class _SendingHalf:
             self.writable = has_room and not (self._views and self._counts_tell)
         return not self._views
 
-    def _load(self, peer: int, endpoint: Endpoint, *, bulk: bool) -> bool:
-        """Take the next message, and small ones after it as long as they stay small together."""
+    def _load(self, peer: int, endpoint: Endpoint, *, bulk: bool, most: int) -> bool:
+        """Take the next message, and small ones after it as long as they stay small together, ``most`` at most."""
         total = 0
-        while total < _GATHER_BYTES and len(self._messages) < _GATHER_MESSAGES:
+        while total < _GATHER_BYTES and len(self._messages) < most:
             message = endpoint.next_message(peer, bulk=bulk)
             if message is None:
                 break

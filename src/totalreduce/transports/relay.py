@@ -21,12 +21,14 @@ class RelayPort(NamedTuple):
     Attributes:
         epoll_fd: The epoll object that reports the events of all connections.
         connections: All connections, by descriptor.
+        routes: By peer, the connection by which this rank's other messages leave.
         bulk_routes: By peer, the connection by which this rank's bulk leaves.
         events: Gets the events that are for the transport: (descriptor, events).
     """
 
     epoll_fd: int
     connections: Mapping[int, Connection]
+    routes: Mapping[int, Connection]
     bulk_routes: Mapping[int, Connection]
     events: deque[tuple[int, int]]
 

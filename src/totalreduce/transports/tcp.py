@@ -46,7 +46,7 @@ _END = select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP
 _VERDICT_S = 0.2
 #: How long ``close`` waits for the peers to read, after the last byte that one of them has taken.
 _DRAIN_S = 1.0
-#: How many messages of a connection that the relay refuses are read before others have their turn.
+#: How often the relay moves messages, and what it refuses is read, before others have their turn.
 _RELAY_TURNS_MAX = 16
 #: A rank whose certificate is not accepted stays so long after the end, so that the others learn the reason.
 _SHOW_S = 0.5
@@ -157,7 +157,8 @@ class TcpTransport(Transport):
     def use_relay(self, make: Callable[[Any], Made]) -> Made | None:
         if not self._config.has_relay or sys.byteorder != "little":  # it compares headers as they are on the wire
             return None
-        port = RelayPort(self._poller.epoll.fileno(), self._peers.open, self._peers.bulk_routes, self._poller.events)
+        poller, peers = self._poller, self._peers
+        port = RelayPort(poller.epoll.fileno(), peers.open, peers.routes, peers.bulk_routes, poller.events)
         relay = make(port)
         self._relay = cast(MessageRelay, relay)
         return relay
@@ -263,15 +264,17 @@ class TcpTransport(Transport):
         """
         now = time.monotonic()
         until = min(now + timeout_s, self._liveness.due_at)
-        if self._relay is not None and self._relay.is_busy and self._changing.acquire(blocking=False):
-            # Another thread that waits may take events of the relay's connections, and ends this wait then.
+        if self._relay is not None and self._changing.acquire(blocking=False):
             try:
-                self._relay.pump(0.0 if self._poller.events else max(0.0, until - now))
+                if self._relay is not None and self._relay.is_busy:
+                    self._relay.pump(0.0 if self._poller.events else max(0.0, until - now))
+                    return
             finally:
                 self._changing.release()
-            return
         while True:
             self._poller.poll(max(0.0, until - now))
+            if self._relay is not None and self._poller.events and self._changing.locked():
+                self.wake()  # the thread that waits with the relay: these may be events of the relay's connections
             now = time.monotonic()
             # Write before looking at the clock: on a busy machine the time may be over although the last poll has found
             # that a connection can be written to.
@@ -443,6 +446,7 @@ class TcpTransport(Transport):
                 self._poller.epoll.poll(min(0.05, max(0.0, deadline - time.monotonic())))
         for connection in list(self._connections.values()):
             self._peers.drop(connection)
+        self._relay = None  # it has the number of the epoll object
         self._poller.close()
 
     def let_go(self) -> None:
