@@ -208,6 +208,22 @@ def test_heartbeats_between_messages_and_headers_in_pieces(pair):
         assert buffer.tolist() == [number] * 4
 
 
+def test_messages_that_come_end_no_wait_for_the_rank_itself(pair):
+    """The relay only receives by this connection. The kernel reports with all bytes that the socket also takes some."""
+    user, peer = pair
+    buffer = np.zeros(1000, np.float32)
+    user.waiting.append(task(9, [row(words.REPLACE, step, 0, 4000) for step in range(30)], buffer))
+    turn(pair, lambda: user.relay_has)
+    settle(pair)
+    (sock,) = (c.sock for c in peer.transport._peers.bulk_routes.values())
+    for step in range(29):
+        part = Part(9, step, np.ones(1000, np.float32))
+        sock.send(part.header + bytes(part.body))
+        user.transport.wait(0.005)
+        assert not user.transport._poller.events
+    assert user.relay_has[9].positions() == [(29, 30)]
+
+
 def test_messages_that_no_lane_expects_are_left_to_the_rank(pair):
     """Other operations, another signature, another step and another length: none of them changes the tensor."""
     user, peer = pair

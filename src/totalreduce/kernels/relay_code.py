@@ -467,10 +467,13 @@ def _sort_event(block: Words, descriptor: Any, events: Any) -> None:
             block[at + w.READABLE] = 1
         if events & _ENDS:
             block[at + w.IS_ENDING] = 1
+        # The kernel adds to every other event that a socket takes bytes. That says something to the interpreter only if
+        # the socket took none before.
+        was_writable = block[at + w.WRITABLE] != 0
         if events & (_OUT | _ENDS):
             block[at + w.WRITABLE] = 1
         reads = block[at + w.MAY_READ] != 0 or events & (_IN | _ENDS) == 0
-        writes = block[at + w.MAY_WRITE] != 0 or events & (_OUT | _ENDS) == 0
+        writes = block[at + w.MAY_WRITE] != 0 or was_writable or events & (_OUT | _ENDS) == 0
         if reads and writes:
             return
         break
