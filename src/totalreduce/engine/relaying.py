@@ -205,8 +205,9 @@ class Relaying:
         positions = []
         for lane, rows in zip(operation.lanes, plan.rows, strict=True):
             sends = waiting.get(lane.index, lane.position)
-            receives = words.next_row(rows, lane.position, sends=False)
-            positions.append((receives, words.next_row(rows, sends, sends=True)))
+            length = len(rows) // words.ROW_WORDS
+            receives = words.next_row(rows, length, lane.position, False)
+            positions.append((receives, words.next_row(rows, length, sends, True)))
         order = Order(operation.promoted, operation.priority, operation.sequence)
         signature = operation.layout.expectation.packed
         sums = [(plan.sums[place], view) for place, view in operation.accumulators.items()]

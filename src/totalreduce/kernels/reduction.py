@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from totalreduce.foundation.types import DType, ReduceOp
-from totalreduce.kernels.arrays import Array
+from totalreduce.kernels.arrays import Array, address_of
 
 __all__ = ["combine", "divide", "supports"]
 
@@ -141,5 +141,4 @@ def _without_warning(body: memoryview) -> memoryview | ctypes.Array[ctypes.c_cha
     """Return writable memory, because torch warns of read-only memory, such as a peer's; it is only read."""
     if not body.readonly:
         return body
-    address: int = np.frombuffer(body, np.uint8).__array_interface__["data"][0]
-    return (ctypes.c_char * len(body)).from_address(address)
+    return (ctypes.c_char * len(body)).from_address(address_of(body))

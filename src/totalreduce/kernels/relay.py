@@ -19,8 +19,7 @@ of the connections, of the lanes and of the operations. Addresses are those of t
 from __future__ import annotations
 
 import functools
-from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from totalreduce.kernels import machine_code
@@ -72,7 +71,7 @@ IN_GOT, IN_HEADER = 7, 8
 IN_LANE, IN_AT, IN_LEFT, IN_WAITING = 16, 17, 18, 19
 #: The address of memory for a part of a body that is to be added, and its length.
 WINDOW, WINDOW_BYTES = 20, 21
-#: The kernel's low-water mark, as it was set last; -1: unknown.
+#: The kernel's low-water mark, as it was set last.
 LOW_WATER = 22
 #: Whether the header is for the interpreter, and the error that has ended the stream (``EOF``: it has ended).
 IN_REFUSED, FAILURE = 23, 24
@@ -150,9 +149,11 @@ Pump = Callable[[int, int], int]
 NUM_ARGUMENTS: Final = 2
 
 
-def next_row(rows: array[int], index: int, *, sends: bool) -> int:
-    """Return the first row from ``index`` on that sends, or else that receives; the number of rows if there is none."""
-    length = len(rows) // ROW_WORDS
+def next_row(rows: Sequence[int], length: int, index: int, sends: bool) -> int:
+    """Return the first row from ``index`` on that sends, or else that receives; ``length`` if there is none.
+
+    ``relay_code`` compiles this function, too. ``length``: the number of rows.
+    """
     while index < length:
         action = rows[index * ROW_WORDS + ACTION]
         if action != NOTHING and (action == SEND) == sends:

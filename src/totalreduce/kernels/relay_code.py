@@ -64,6 +64,9 @@ _URGENT: Final = Flag.URGENT
 _LAST: Final = 1 << 62
 
 
+_next_row = compiled(w.next_row)
+
+
 @compiled
 def _now(block: Words) -> Any:
     read_clock(CLOCK_MONOTONIC, block[w.SELF] + 8 * w.SECONDS)
@@ -97,13 +100,8 @@ def _address(block: Words, lane: Any, buffer: Any, start: Any) -> Any:
 
 @compiled
 def _next_of(block: Words, lane: Any, index: Any, sends: Any) -> Any:
-    """Return the first row from ``index`` on that sends, or else that receives; the number of rows if there is none."""
-    while index < block[lane + w.LENGTH]:
-        action = _row(block, lane, index)[w.ACTION]
-        if action != w.NOTHING and (action == w.SEND) == sends:
-            break
-        index += 1
-    return index
+    """Return the first row of a lane from ``index`` on that sends, or else that receives (``relay.next_row``)."""
+    return _next_row(_row(block, lane, 0), block[lane + w.LENGTH], index, sends)
 
 
 @compiled
@@ -253,10 +251,8 @@ def _receive_body(block: Words, at: Any) -> Any:
         count = _receive(block, at, block[at + w.WINDOW], min(left, block[at + w.WINDOW_BYTES]))
         block[at + w.IN_LEFT] = left - count
         return count
-    action = int64(w.REPLACE)
     lane = _lane(number)
-    if number >= 0:
-        action = _row(block, lane, block[lane + w.RECEIVES])[w.ACTION]
+    action = _row(block, lane, block[lane + w.RECEIVES])[w.ACTION]
     if action == w.REPLACE:
         count = _receive(block, at, target, left)
         block[at + w.IN_AT], block[at + w.IN_LEFT] = target + count, left - count

@@ -21,6 +21,7 @@ import numpy as np
 
 from totalreduce.engine.relaying import Order, RelayedTraffic, RelayPlan, RelayTask
 from totalreduce.kernels import relay as w
+from totalreduce.kernels.arrays import Array, address_of
 from totalreduce.transports.connection import Connection, UnsentLimit
 from totalreduce.transports.relay import RelayPort
 
@@ -33,10 +34,6 @@ _KEPT_MAX: Final = 4
 _KEPT_BYTES_MAX: Final = 32 * 1024 * 1024
 #: The length of the kernel's ``struct epoll_event``, and where its data is. On x86-64 it is packed.
 _EVENT_BYTES, _EVENT_DATA = (12, 4) if platform.machine() == "x86_64" else (16, 8)
-
-
-def _address(view: memoryview) -> int:
-    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
 
 
 class RelaySettings(NamedTuple):
@@ -102,10 +99,10 @@ class RelayedOperation:
         self.task, self.number, self.lanes = task, number, lanes
         self.comes_by, self.leaves_by = routes
         self.is_removed = False
-        self.sums: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = None
+        self.sums: Array | None = None
         self._words, self._failed = words, failed
         self._at = w.OPERATIONS_AT + number * w.OPERATION_WORDS
-        buffers = [0 if view is None or not len(view) else _address(view) for view in task.buffers]
+        buffers = [0 if view is None or not len(view) else address_of(view) for view in task.buffers]
         self._buffers = array("q", buffers)
         words[self._at + w.BUFFERS] = self._buffers.buffer_info()[0]
 
@@ -136,7 +133,7 @@ class RelayedOperation:
         row = rows[index * w.ROW_WORDS : (index + 1) * w.ROW_WORDS]
         if row[w.STEP] != step or row[w.LENGTH_BYTES] or plan.peers[row[w.ROW_PEER]] != peer:
             return False
-        words[at + w.RECEIVES] = w.next_row(rows, index + 1, sends=False)
+        words[at + w.RECEIVES] = w.next_row(rows, words[at + w.LENGTH], index + 1, False)
         if words[at + w.RECEIVES] == words[at + w.SENDS] == words[at + w.LENGTH]:
             words[self._at + w.LANES_LEFT] -= 1
         return True
@@ -173,7 +170,7 @@ class _Line:
             words[at + word] = 0
         words[at + w.FD] = connection.sock.fileno()
         words[at + w.IN_LANE] = words[at + w.OUT_LANE] = w.NO_LANE
-        words[at + w.WINDOW], words[at + w.WINDOW_BYTES] = _address(self._window.data), _WINDOW_BYTES
+        words[at + w.WINDOW], words[at + w.WINDOW_BYTES] = address_of(self._window.data), _WINDOW_BYTES
         words[at + w.UNSENT_LIMIT], words[at + w.LONG_BYTES] = limit.num_bytes, limit.long_bytes
 
     @property
@@ -302,8 +299,8 @@ class Relay:
         self._event_memory = np.zeros(w.EVENTS_MAX * _EVENT_BYTES, np.uint8)
         #: A memoryview reads and writes a word in a third of the time that an array takes.
         self._words = words = block.data
-        words[w.SELF], words[w.EPOLL] = _address(words), port.epoll_fd
-        words[w.EVENTS], words[w.EVENT_BYTES] = _address(self._event_memory.data), _EVENT_BYTES
+        words[w.SELF], words[w.EPOLL] = address_of(words), port.epoll_fd
+        words[w.EVENTS], words[w.EVENT_BYTES] = address_of(self._event_memory.data), _EVENT_BYTES
         words[w.EVENT_DATA], words[w.PROLOGUE] = _EVENT_DATA, int.from_bytes(settings.prologue, "little")
         words[w.IS_FIFO], words[w.STARVATION_LIMIT] = settings.is_fifo, settings.starvation_limit
         for number in range(w.LANES_MAX):
@@ -314,7 +311,7 @@ class Relay:
         self._operations: dict[int, RelayedOperation] = {}
         self._failed: deque[RelayedOperation] = deque()
         #: Memory for unfinished sums of later operations, by its length: to touch fresh memory takes time.
-        self._sums: dict[int, np.ndarray[tuple[int], np.dtype[np.uint8]]] = {}
+        self._sums: dict[int, Array] = {}
         self._free_lines = list(range(w.CONNECTIONS_MAX))
         self._free_operations = list(range(w.OPERATIONS_MAX))
         self._free_lanes = list(range(w.LANES_MAX))
@@ -456,7 +453,7 @@ class Relay:
                 operation.sums = np.empty(plan.sum_bytes, np.uint8)
             for start, view in task.sums:
                 operation.sums[start : start + len(view)] = np.frombuffer(view, np.uint8)
-            words[at + w.SUMS] = _address(operation.sums.data)
+            words[at + w.SUMS] = address_of(operation.sums.data)
         numbers = [[-1 if line is None else line.number for line in lines] for lines in (comes_by, leaves_by)]
         left = 0
         for index, (lane, rows, (receives, sends)) in enumerate(zip(lanes, plan.rows, task.positions, strict=True)):
