@@ -42,7 +42,7 @@ class SparseParameters:
         str | None,
         typer.Option(
             help="Elements that are selected and sent together, at most. [dim]default: as DistributedOptimizer's, a "
-            "quarter of all; of fewer than twelve millions a third, a half, or all[/dim]",
+            "quarter of all; of fewer than 28 million a third, a half, or all[/dim]",
         ),
     ] = None
     steps: Annotated[int, typer.Option(help="Timed steps in a row, after an untimed one.")] = 3

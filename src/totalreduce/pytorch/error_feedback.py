@@ -44,7 +44,7 @@ class ErrorFeedback:
         elements_min: Parameters with fewer elements, or one dimension, are not compressed.
         bucket_elements: The size limit of a bucket, whose elements are selected and sent together; larger parameters
             are cut. Default: a quarter of all elements, so that selecting, sending and backward overlap. Of fewer than
-            twelve million elements a third, a half, or all, because a bucket has a fixed cost.
+            28 million elements a third, a half, or all, because a bucket has a fixed cost.
         report_every: The number of steps after which rank 0 logs a line for each bucket; 0: never.
         xi_every: The number of steps after which the distance from the best k elements is measured, the paper's xi. It
             is in ``reports``, and the step sends everything twice; 0: never.
