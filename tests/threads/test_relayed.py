@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -126,6 +127,25 @@ def test_operations_in_any_order_beside_those_of_the_engine(world_size: int, see
 
     run_ranks(world_size, body, transport="tcp", engine=SHORT, tcp=PATIENT)
     assert len(taken) > 20
+
+
+def test_an_operation_of_a_rank_that_only_sends_ends_when_all_has_left(taken: list[str]) -> None:
+    """The last rank of a chain has no more to do than to send, and may change its tensor when that has happened."""
+    size = 3_000_000  # more than the sockets hold
+
+    def body(group: Group) -> list[bool]:
+        equal = []
+        for iteration in range(3):
+            tensor = (torch.arange(size) % 61 + iteration).to(torch.float32)
+            group.reduce(tensor, root=0, name="reduce", schedule="chain").wait()
+            equal.append(torch.equal(tensor, (torch.arange(size) % 61 + iteration) * 3.0))
+            tensor.fill_(torch.nan)
+            group.barrier()
+        return equal
+
+    engine = replace(SHORT, segment_bytes=1 << 16, segment_bytes_min=1 << 16)
+    assert run_ranks(3, body, transport="tcp", engine=engine, tcp=PATIENT)[0] == [True, True, True]
+    assert taken.count("reduce") > 6  # more than the two other ranks can have taken
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -85,17 +85,20 @@ def row(action, step, start, num_bytes):
 def task(number, rows, buffer, *, priority=0, promoted=False, kind=FLOAT32, reduction=SUM, divisor=1, lanes=1):
     """Return a task with the same rows in every lane, for messages with the operation id ``number``."""
     sends = [each[0] == words.SEND for each in rows]
+    lane_rows = [array("q", [word for each in rows for word in each]) for _ in range(lanes)]
     plan = RelayPlan(
-        (1,),
-        frozenset({1} if False in sends else ()),
-        frozenset({1} if True in sends else ()),
-        [array("q", [word for each in rows for word in each]) for _ in range(lanes)],
-        kind,
-        8 if kind in (FLOAT64, INT64) else 4,
-        reduction,
-        divisor,
-        {},
-        0,
+        peers=(1,),
+        sources=frozenset({1} if False in sends else ()),
+        targets=frozenset({1} if True in sends else ()),
+        rows=lane_rows,
+        lanes=words.lanes_of(lane_rows),
+        following=[],
+        kind=kind,
+        itemsize=8 if kind in (FLOAT64, INT64) else 4,
+        reduction=reduction,
+        divisor=divisor,
+        sums={},
+        sum_bytes=0,
     )
     receives, leaves = (sends.index(what) if what in sends else len(rows) for what in (False, True))
     positions = [(receives, leaves)] * lanes

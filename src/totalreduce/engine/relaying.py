@@ -26,6 +26,7 @@ from totalreduce.engine.reception import Reception
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.types import PAIRWISE, Algorithm, ReduceOp
 from totalreduce.kernels import relay as words
+from totalreduce.kernels.arrays import Array
 from totalreduce.kernels.element_types import FLOAT32, KINDS, REDUCTIONS, SUM, has_code
 from totalreduce.schedules.actions import NOTHING, Action, Mode, Receive, Send
 
@@ -61,6 +62,8 @@ class RelayPlan:
         sources: Those from which bodies come. A message without body may come by any connection.
         targets: Those to which messages leave.
         rows: By lane: the rows of ``kernels.relay``, one after the other.
+        lanes: The words of the lanes that do not change (``kernels.relay.lanes_of``).
+        following: By lane: for each row, and for the end, the first row from there on that receives, and that sends.
         kind: The element type (``kernels.element_types``).
         itemsize: The bytes of an element.
         reduction: How contributions are combined (``kernels.element_types``).
@@ -73,6 +76,8 @@ class RelayPlan:
     sources: frozenset[int]
     targets: frozenset[int]
     rows: list[array[int]]
+    lanes: Array
+    following: list[list[tuple[int, int]]]
     kind: int
     itemsize: int
     reduction: int
@@ -182,8 +187,6 @@ class Relaying:
         plan = operation.layout.relay_plan
         assert self.relay is not None
         assert isinstance(plan, RelayPlan)
-        if not operation.lanes_left:
-            return False  # only messages that are half-way out are left of it
         if operation.held or operation.computing or not plan.targets <= operation.posted_by:
             return False
         if not self.relay.may_take(plan) or any(lane.arrivals for lane in operation.lanes):
@@ -202,17 +205,18 @@ class Relaying:
                     waiting[message.lane] = min(waiting.get(message.lane, index), index)
                 elif not message.sent:
                     leaving.add(message)  # a set, because messages that were held are listed twice
-        positions = []
-        for lane, rows in zip(operation.lanes, plan.rows, strict=True):
-            sends = waiting.get(lane.index, lane.position)
-            length = len(rows) // words.ROW_WORDS
-            receives = words.next_row(rows, length, lane.position, False)
-            positions.append((receives, words.next_row(rows, length, sends, True)))
+        if not operation.lanes_left and not waiting:
+            return False  # only messages that are half-way out are left of it
+        positions = [
+            (following[lane.position][0], following[waiting.get(lane.index, lane.position)][1])
+            for lane, following in zip(operation.lanes, plan.following, strict=True)
+        ]
         order = Order(operation.promoted, operation.priority, operation.sequence)
         signature = operation.layout.expectation.packed
         sums = [(plan.sums[place], view) for place, view in operation.accumulators.items()]
         task = RelayTask(plan, key, signature, order, operation.buffers, positions, sums, operation)
         operation.relayed = self.relay.take(task)
+        operation.lanes_left = len(operation.lanes)  # until the relay reports its end, also of a rank that only sends
         self._outbox.discard(operation)
         operation.queued = {
             peer: [message for message in messages if message in leaving] for peer, messages in operation.queued.items()
@@ -272,12 +276,35 @@ def _plan(layout: OperationLayout, bulk_peers: frozenset[int], eager_bytes: int)
     for lane in range(layout.num_lanes):
         row = functools.partial(_row, sums, peers, lane)
         rows.append(array("q", itertools.chain.from_iterable(map(row, program.actions, layout.regions(lane)))))
-    divisor = len(layout.ranks) if signature.reduction is ReduceOp.AVG else 1
     sources = frozenset(action.peer for action in receives if action.chunk != NOTHING)
-    targets = frozenset(program.targets)
-    kind, reduction = KINDS.get(signature.dtype, FLOAT32), REDUCTIONS.get(signature.reduction, SUM)
-    itemsize = signature.dtype.itemsize
-    return RelayPlan(peers, sources, targets, rows, kind, itemsize, reduction, divisor, sums.starts, sums.num_bytes)
+    return RelayPlan(
+        peers=peers,
+        sources=sources,
+        targets=frozenset(program.targets),
+        rows=rows,
+        lanes=words.lanes_of(rows),
+        following=[_following(row) for row in rows],
+        kind=KINDS.get(signature.dtype, FLOAT32),
+        itemsize=signature.dtype.itemsize,
+        reduction=REDUCTIONS.get(signature.reduction, SUM),
+        divisor=len(layout.ranks) if signature.reduction is ReduceOp.AVG else 1,
+        sums=sums.starts,
+        sum_bytes=sums.num_bytes,
+    )
+
+
+def _following(rows: array[int]) -> list[tuple[int, int]]:
+    """Return ``RelayPlan.following`` of one lane."""
+    receives = sends = len(rows) // words.ROW_WORDS
+    following = [(receives, sends)]
+    for index in reversed(range(receives)):
+        action = rows[index * words.ROW_WORDS + words.ACTION]
+        if action == words.SEND:
+            sends = index
+        elif action != words.NOTHING:
+            receives = index
+        following.append((receives, sends))
+    return following[::-1]
 
 
 class _Sums:

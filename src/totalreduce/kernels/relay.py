@@ -19,12 +19,16 @@ of the connections, of the lanes and of the operations. Addresses are those of t
 from __future__ import annotations
 
 import functools
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from totalreduce.kernels import machine_code
+import numpy as np
 
-__all__ = ["NUM_ARGUMENTS", "Pump", "load", "next_row"]
+from totalreduce.kernels import machine_code
+from totalreduce.kernels.arrays import Array
+
+__all__ = ["NUM_ARGUMENTS", "Pump", "lanes_of", "load", "next_row"]
 
 # ----------------------------------------------------------------------------------------------- words of the head
 
@@ -103,6 +107,7 @@ EOF: Final = -1
 OPERATION, LANE = 0, 1
 #: Words of its headers: the id; iteration and lane; three words of signature; the priority.
 KEY, ITERATION, SIGNATURE, SENT_PRIORITY = 2, 3, 4, 7
+SIGNATURE_WORDS: Final = 3
 #: The address of its rows, their number, and the two positions.
 ROWS, LENGTH, RECEIVES, SENDS = 8, 9, 10, 11
 #: By the number of a peer in the rows: the connection that its messages come by, and the one for messages to it.
@@ -160,6 +165,19 @@ def next_row(rows: Sequence[int], length: int, index: int, sends: bool) -> int:
             break
         index += 1
     return index
+
+
+def lanes_of(rows: Sequence[array[int]]) -> Array:
+    """Return the words of the lanes of an operation, as far as they depend on their rows alone; the others are 0.
+
+    ``int64[lanes, LANE_WORDS]``. It has the addresses of ``rows``, and does not keep them in memory.
+    """
+    lanes = np.zeros((len(rows), LANE_WORDS), np.int64)
+    lanes[:, LANE] = np.arange(len(rows))
+    lanes[:, ITERATION] = lanes[:, LANE] << 32
+    lanes[:, ROWS] = [row.buffer_info()[0] for row in rows]
+    lanes[:, LENGTH] = [len(row) // ROW_WORDS for row in rows]
+    return lanes
 
 
 @functools.cache
