@@ -7,6 +7,7 @@ engine, and passes operations that are ready on all ranks to the ``Executor``.
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -29,6 +30,11 @@ from totalreduce.tensors.memory import Operands
 from totalreduce.tensors.work import Work
 
 __all__ = ["Agreement", "Members"]
+
+#: How long a rank leaves the cores to others when the ranks have agreed, where ranks share cores. Measured with 4 ranks
+#: on 2 cores and 161 tensors: all ranks knew of the agreement after 1.1 ms, and after 1.8 with ``sched_yield``, after
+#: which Linux mostly went on with the same thread. Steps took the same time.
+_GIVE_WAY_S = 50e-6
 
 
 class Members(Protocol):
@@ -288,7 +294,7 @@ class Agreement:
             observer.requested(name, now, rank=ranks[index])
         responses = negotiator.cycles.pop_responses()
         if responses:
-            self._executor.finish(self._runner.let_messages_leave)  # so that the other ranks need not wait for packing
+            self._executor.finish(self._let_others_learn)
             self._executor.put(responses, [self._not_agreed.pop(response.name, None) for response in responses], now)
         for report in negotiator.pop_stalls():
             engine.reports.publish(report, now)
@@ -298,6 +304,13 @@ class Agreement:
         if negotiator.ended is not None:
             self._end(negotiator.ended)
         return has_messages
+
+    def _let_others_learn(self) -> None:
+        """Let the other ranks learn of an agreement before this one packs, which takes four times as long."""
+        runner = self._runner
+        runner.let_messages_leave()
+        if len(os.sched_getaffinity(0)) < runner.transport.ranks_per_host:
+            time.sleep(_GIVE_WAY_S)
 
     def _end(self, error: TotalReduceError) -> None:
         if self._joining is not None:

@@ -5,7 +5,6 @@ It starts batches in the agreed order. While the library works on one batch, the
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
@@ -147,9 +146,6 @@ class Executor:
             del item  # it holds the operations and their tensors
 
     def _carry_out(self, responses: list[Response], operations: list[NativeOperation | None], agreed: float) -> None:
-        # Packing takes milliseconds, and learning of the agreement a tenth of one. Where ranks share a core, those that
-        # wait for it learn of the agreement first.
-        os.sched_yield()
         if responses is not self._last_fused[0]:  # steady training steps bring the same list object
             self._last_fused = responses, fuse(responses, self._fusion_bytes)
         by_name = {response.name: operation for response, operation in zip(responses, operations, strict=True)}

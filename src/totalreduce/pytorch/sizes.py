@@ -23,8 +23,8 @@ _BUCKET_ELEMENTS_MAX = 2**31 - 1
 def even_bucket_elements(num_elements: int) -> int:
     """Return the default number of elements in each bucket of a sparse method.
 
-    It is a quarter of all elements, so that selecting, sending and backward overlap; of fewer than 28 million a third, a
-    half, or all, because a bucket has a fixed cost. All buckets have one size, because a small last bucket has that
+    It is a quarter of all elements, so that selecting, sending and backward overlap; of fewer than 28 million a third,
+    a half, or all, because a bucket has a fixed cost. All buckets have one size, because a small last bucket has that
     cost too.
     """
     num_buckets = max(1, min(_BUCKETS, num_elements // _BUCKET_ELEMENTS_MIN))

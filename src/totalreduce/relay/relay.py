@@ -302,8 +302,7 @@ class Relay:
     def __init__(self, port: RelayPort, settings: RelaySettings, user: RelayUser) -> None:
         """Begin without operations; ``user`` is told of the results."""
         self._port, self._user, self._bulk_bytes = port, user, settings.bulk_bytes
-        self._loaded = w.load()  # keeps the code in memory
-        self._pump: w.Pump = self._loaded.function
+        self._loaded = w.load()
         block = np.zeros(w.BLOCK_WORDS, np.int64)
         self._event_memory = np.zeros(w.EVENTS_MAX * _EVENT_BYTES, np.uint8)
         #: A memoryview reads and writes a word in a third of the time that an array takes.
@@ -539,7 +538,7 @@ class Relay:
                 line.end_rivals_turn()  # it has taken its turn, or is asked again
                 line.note_rival(self._user.order_of_bulk(line.connection.peer))
         try:
-            self._pump(words[w.SELF], int(timeout_s * 1e9))
+            self._loaded.function(words[w.SELF], int(timeout_s * 1e9))
         except BaseException:  # Ctrl-C: the group fails, and nothing may follow a message that is half-way out
             for line in lines:
                 if line.is_half_way_out:
