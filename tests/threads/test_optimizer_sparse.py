@@ -145,7 +145,13 @@ def test_gradients_are_applied_or_kept_back(world_size: int, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("millions", "buckets"),
-    [((4.7, 0.1), [4.8]), ((2.0, 5.0), [3.5] * 2), ((14.6,), [3.65] * 4), ((40, 60), [25.0] * 4)],
+    [
+        ((13.8, 0.1), [13.9]),
+        ((2.0, 12.0), [7.0] * 2),
+        ((14.6,), [7.3] * 2),
+        ((24.0,), [8.0] * 3),
+        ((40, 60), [25.0] * 4),
+    ],
 )
 def test_buckets_are_as_large_as_each_other(millions: tuple[float, ...], buckets: list[float]) -> None:
     specs = [
