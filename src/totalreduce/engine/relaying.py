@@ -295,16 +295,11 @@ def _plan(layout: OperationLayout, bulk_peers: frozenset[int], eager_bytes: int)
 
 def _following(rows: array[int]) -> list[tuple[int, int]]:
     """Return ``RelayPlan.following`` of one lane."""
-    receives = sends = len(rows) // words.ROW_WORDS
-    following = [(receives, sends)]
-    for index in reversed(range(receives)):
-        action = rows[index * words.ROW_WORDS + words.ACTION]
-        if action == words.SEND:
-            sends = index
-        elif action != words.NOTHING:
-            receives = index
-        following.append((receives, sends))
-    return following[::-1]
+    length = len(rows) // words.ROW_WORDS
+    return [
+        (words.next_row(rows, length, index, False), words.next_row(rows, length, index, True))
+        for index in range(length + 1)
+    ]
 
 
 class _Sums:
