@@ -188,7 +188,7 @@ class _Case:
         cpu_s += time.process_time()
         if group is not None:
             sent = group.statistics().bytes_sent - sent
-        context.barrier()  # else the first ranks check their results on the cores that the last ones still need
+        context.barrier()  # nobody checks while another rank still works
         if (
             group is not None or kind is not OpKind.REDUCE or self._is_root
         ):  # gloo leaves anything in the others' tensors

@@ -72,7 +72,7 @@ def _sample(comm: Any, kind: str, count: int, times: int, dtype: str) -> float:
     for operation in operations:
         operation()
     elapsed = time.monotonic() - begin
-    comm.Barrier()  # else the first ranks check their results on the cores that the last ones still need
+    comm.Barrier()  # nobody checks while another rank still works
     for _, found, expected in buffers:
         if not np.allclose(found, expected, rtol=1e-6 * comm.size, atol=0):
             raise ValueError(f"{kind} of {count} elements gave a wrong result")

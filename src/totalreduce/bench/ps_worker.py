@@ -174,6 +174,7 @@ def _dense(
             group.allreduce(reduced, name="bench.ps", schedule="ring").wait()
             seconds[DENSE[0]].append(time.perf_counter() - begin)
             sent[DENSE[0]].append(float(group.statistics().bytes_sent - before))
+            group.barrier()  # nobody checks while another rank still works
             sums.check(reduced, world_size=group.world_size, what="allreduce")
             for what, call in calls.items():
                 _timed(group, client, call, seconds[what], sent[what])

@@ -150,6 +150,7 @@ def _play_block(context: Context, trace: Trace, player: Player, flat: torch.Tens
             for layer, seconds in blocked.items():
                 waited[layer] += seconds
         begin = end
+    context.barrier()  # nobody checks while another rank still works
     values.check(flat, world_size=context.world_size, times=_WARMUP_STEPS + steps, what=what)
     return Block(durations, waited)
 

@@ -75,6 +75,7 @@ def _run_bulk(
             finished = now
     bulk_work.wait()
     elapsed = (finished or time.monotonic()) - begin
+    context.barrier()  # nobody checks while another rank still works
     values.check(bulk, world_size=context.world_size, what=f"bulk allreduce by {peer}")
     for tensor in tensors:
         values.check(tensor, world_size=context.world_size, what=f"urgent allreduce by {peer}")
