@@ -44,9 +44,10 @@ class Host:
     ):
         ranks, itemsize = len(self.memories), tensor.itemsize
         block = np.zeros(exchange.block_words(ranks), np.int64)
-        BOARD.fill(block, ranks)
         piece = BOARD.piece_bytes(ranks) // itemsize
         part = -(-(-(-tensor.size // lanes) // 1) // ranks)
+        lane_rounds = max(1, -(-part // piece))
+        BOARD.fill(block, ranks, part * itemsize if lane_rounds * lanes == 1 else None)
         block[exchange.RANKS], block[exchange.ME] = ranks, rank
         block[exchange.ADDS] = block[exchange.GATHERS] = block[exchange.IS_CUT] = 1
         block[exchange.KIND] = element_types.FLOAT32 if itemsize == 4 else element_types.FLOAT64
@@ -54,8 +55,7 @@ class Host:
         block[exchange.REDUCTION], block[exchange.DIVISOR] = element_types.SUM, divisor
         block[exchange.COUNT], block[exchange.LANES], block[exchange.IS_WHOLE] = tensor.size, lanes, whole
         block[exchange.PIECE] = piece
-        block[exchange.LANE_ROUNDS] = max(1, -(-part // piece))
-        block[exchange.ROUNDS] = block[exchange.LANE_ROUNDS] * lanes
+        block[exchange.LANE_ROUNDS], block[exchange.ROUNDS] = lane_rounds, lane_rounds * lanes
         block[exchange.TENSOR] = tensor.ctypes.data
         self.sums = np.zeros(exchange.COUNTED, tensor.dtype)
         block[exchange.SUMS] = self.sums.ctypes.data
@@ -124,11 +124,12 @@ def _cuts(indices, parts):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 7, 8])
-@pytest.mark.parametrize("where", ["small", "whole", "pieces", "shared", "read", "mixed"])
+@pytest.mark.parametrize("where", ["small", "whole", "round", "pieces", "shared", "read", "mixed"])
 def test_the_sum_is_that_of_the_order(ranks, where, dtype):
-    count, lanes = {"small": (1001, 2), "whole": (30_001, 2)}.get(where, (300_003, 3))
-    whole = where in ("small", "whole")
-    stages = BOARD.classes(count * np.dtype(dtype).itemsize if whole else None)[0]
+    count, lanes = {"small": (1001, 2), "whole": (30_001, 2), "round": (30_001, 1)}.get(where, (300_003, 3))
+    whole, itemsize = where in ("small", "whole"), np.dtype(dtype).itemsize
+    one_round = (ranks + 1) * (-(-count // ranks) * itemsize + 64)
+    stages = BOARD.classes(2 * count * itemsize if whole else one_round if where == "round" else 1 << 21)[0]
     random = np.random.default_rng(ranks)
     host, blocks, tensors, keep = Host(ranks, count * 8), [], [], []
     for rank in range(ranks):
@@ -153,6 +154,7 @@ def test_the_sum_is_that_of_the_order(ranks, where, dtype):
         blocks.append(block)
         keep.append(sums)
     run(blocks)
+    assert where != "round" or all(block[exchange.ROUNDS] == 1 for block in blocks)
     right = expected([values for _, values in tensors], lanes, ranks)
     for tensor, _ in tensors:
         assert np.array_equal(tensor, right)

@@ -352,3 +352,23 @@ def test_waiting_for_memory() -> None:
     thread.join()
     with pytest.raises(ConfigurationError, match="'first' shares memory with 'second'"):
         memory.claim(first)
+
+
+def test_nothing_passes_an_operation_that_waits_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory is free for a moment while the waiting thread is not running; another operation claims it then."""
+    memory, tensor = MemoryInFlight(), torch.zeros(10)
+    first, second, third = (operands_of(tensor, name=name) for name in ("first", "second", "third"))
+    memory.claim(first)
+    woken = []
+
+    def wait(_: float) -> None:
+        memory._lock.release()
+        memory.release(third if woken else first)
+        if not woken:
+            memory.claim(third)
+        woken.append(second in [entry[3] for entry in memory._writes.entries])
+        memory._lock.acquire()
+
+    monkeypatch.setattr(memory._released, "wait", wait)
+    memory.claim(second, wait_s=10.0)
+    assert woken == [False, False]

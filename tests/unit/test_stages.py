@@ -2,10 +2,12 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from totalreduce.fastlane.board import STAGE_CLASSES, BoardLayout
 from totalreduce.fastlane.stages import Stages
+from totalreduce.kernels import exchange
 
 BOARD = BoardLayout(4096)
 SMALLEST, LARGEST = STAGE_CLASSES[0], STAGE_CLASSES[-1]
@@ -43,12 +45,22 @@ def test_the_stages_follow_each_other_and_end_with_the_board() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "half"), [(0, 1024), (1024, 1024), (1025, 4096), (16384, 16384), (1 << 20, 1 << 20)]
+    ("num_bytes", "stage_bytes"), [(0, 2048), (2048, 2048), (2049, 8192), (32768, 32768), (1 << 21, 1 << 21)]
 )
-def test_a_tensor_has_the_shortest_stage_of_which_it_fills_a_half(num_bytes: int, half: int) -> None:
-    assert BOARD.classes(num_bytes)[0].stage_bytes == 2 * half
+def test_a_tensor_has_the_shortest_stage_that_is_long_enough(num_bytes: int, stage_bytes: int) -> None:
+    assert BOARD.classes(num_bytes)[0].stage_bytes == stage_bytes
     assert BOARD.classes(num_bytes)[-1] is LARGEST
-    assert BOARD.classes(None) == (LARGEST,)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 7, 8, 62])
+def test_the_pieces_of_an_operation_fit_into_its_stage(ranks: int) -> None:
+    block = np.zeros(exchange.block_words(ranks), np.int64)
+    BOARD.fill(block, ranks)
+    assert block[exchange.STAGE_BYTES] == 2 * (ranks + 1) * block[exchange.PIECE_BYTES] <= LARGEST.stage_bytes
+    BOARD.fill(block, ranks, 10_000)
+    assert block[exchange.PIECE_BYTES] == 10_048
+    assert block[exchange.RESULTS_AT] == ranks * 10_048
+    assert block[exchange.STAGE_BYTES] == (ranks + 1) * 10_048
 
 
 def test_every_stage_is_given_once_and_a_longer_one_if_the_short_ones_are_in_use() -> None:

@@ -22,8 +22,10 @@ ENTRIES: Final = 1024
 #: Tensors up to this length are exchanged as a whole, whatever the number of ranks.
 _SMALL_BYTES_MAX: Final = 16 * 1024
 #: Tensors are exchanged as a whole if those of all ranks together are at most so long. Every rank reads all of them,
-#: but waits once instead of three times for each piece. Measured: 28 instead of 20 µs with 2 ranks and 64 KiB.
-_WHOLE_BYTES_MAX: Final = 512 * 1024
+#: but waits once instead of three times for each piece. Measured as a whole and in pieces, with 4 ranks on 2 cores: 62
+#: and 69 µs with 32 KiB, 76 and 65 with 64 KiB, 107 and 80 with 128 KiB of shared memory; 125 and 134 with 64 KiB of
+#: usual memory. On 16 cores: 31 and 42 with 16 KiB, 64 and 54 with 64 KiB, 110 and 74 with 128 KiB of shared memory.
+_WHOLE_BYTES_MAX: Final = 192 * 1024
 #: The same for two ranks, of which each would read half of them by pieces, and copy the other half twice. Measured: 83
 #: instead of 114 µs with 1 MiB of usual memory, 71 instead of 93 µs in shared memory.
 _WHOLE_BYTES_MAX_OF_TWO: Final = 2048 * 1024
@@ -108,14 +110,9 @@ class BoardLayout:
         return at, at + kind.stage_bytes // 2
 
     @staticmethod
-    def classes(whole_bytes: int | None) -> tuple[StageClass, ...]:
-        """Return the classes of the stages for a tensor, the shortest first.
-
-        ``whole_bytes``: the length of a tensor that is exchanged as a whole; ``None``: it is exchanged in pieces.
-        """
-        if whole_bytes is None:
-            return STAGE_CLASSES[-1:]
-        return tuple(each for each in STAGE_CLASSES if 2 * whole_bytes <= each.stage_bytes)
+    def classes(num_bytes: int) -> tuple[StageClass, ...]:
+        """Return the classes of the stages that have at least so many bytes, the shortest first."""
+        return tuple(each for each in STAGE_CLASSES if num_bytes <= each.stage_bytes)
 
     @staticmethod
     def is_whole(num_bytes: int, ranks: int) -> bool:
@@ -128,10 +125,15 @@ class BoardLayout:
         """Return the length of a piece of an operation of so many ranks: two sets and two results fill a stage."""
         return min(_PIECE_BYTES_MAX, _LARGEST // (2 * (ranks + 1)) // _LINE * _LINE)
 
-    def fill(self, block: Array, ranks: int) -> None:
-        """Write the offsets into the block of an operation."""
-        piece_bytes = self.piece_bytes(ranks)
+    def fill(self, block: Array, ranks: int, only_piece_bytes: int | None = None) -> None:
+        """Write the offsets into the block of an operation.
+
+        ``only_piece_bytes``: the length of the longest piece of an operation of one round, which needs one set only.
+        """
+        sets, piece_bytes = 2, self.piece_bytes(ranks)
+        if only_piece_bytes is not None:
+            sets, piece_bytes = 1, -(-only_piece_bytes // _LINE) * _LINE
         block[exchange.ENTRIES], block[exchange.BOARD_AT] = ENTRIES, self.board_at
         block[exchange.STAGES_AT], block[exchange.STAGES_END] = self.stages_at, self.end
-        block[exchange.STAGE_BYTES] = _LARGEST
-        block[exchange.PIECE_BYTES], block[exchange.RESULTS_AT] = piece_bytes, 2 * ranks * piece_bytes
+        block[exchange.PIECE_BYTES], block[exchange.RESULTS_AT] = piece_bytes, sets * ranks * piece_bytes
+        block[exchange.STAGE_BYTES] = block[exchange.RESULTS_AT] + sets * piece_bytes

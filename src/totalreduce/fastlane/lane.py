@@ -106,12 +106,13 @@ class _Plan:
         largest_part = max(blocks) if blocks else _divide_up(_divide_up(count, num_lanes), size)
         self.is_whole = board.is_whole((count if adds else largest_part) * itemsize, size)
         is_whole = self.is_whole
-        self.stage_classes = board.classes(published if is_whole else None)
         piece = board.piece_bytes(size) // itemsize
         lane_rounds = 1 if is_whole else max(1, _divide_up(largest_part, piece))
         self._sums = np.empty(exchange.COUNTED * max(itemsize, DType.FLOAT32.itemsize), np.uint8)
         block = self.block = np.zeros(exchange.block_words(size), np.int64)
-        board.fill(block, size)
+        rounds = lane_rounds * (1 if is_whole else num_lanes)
+        board.fill(block, size, largest_part * itemsize if rounds == 1 else None)
+        self.stage_classes = board.classes(2 * published if is_whole else int(block[exchange.STAGE_BYTES]))
         block[exchange.RANKS], block[exchange.ME] = size, me
         block[exchange.ADDS], block[exchange.GATHERS], block[exchange.IS_CUT] = adds, gathers, not blocks
         block[exchange.KIND], block[exchange.ITEMSIZE] = KINDS.get(layout.dtype, FLOAT32), itemsize
@@ -120,7 +121,7 @@ class _Plan:
         block[exchange.COUNT], block[exchange.LANES] = count, num_lanes
         block[exchange.IS_WHOLE], block[exchange.PIECE] = is_whole, piece
         block[exchange.LANE_ROUNDS] = lane_rounds
-        block[exchange.ROUNDS] = lane_rounds * (1 if is_whole else num_lanes)
+        block[exchange.ROUNDS] = rounds
         block[exchange.SUMS] = self._sums.ctypes.data
         block[exchange.FETCHED] = fetched.ctypes.data
         text = layout.expectation.packed + repr(layout.ranks).encode()
@@ -203,6 +204,9 @@ class Carriage:
     Attributes:
         lane: The lane.
         operation: The operation.
+        layout: Its layout.
+        bytes_sent: The bytes that the other ranks read of this rank's memory.
+        bytes_received: The bytes that this rank reads of the other ranks' memory.
         words: The words of its block (see ``kernels.exchange``); ``address`` is their address.
         buffers: The bytes of its tensors; empty after its end.
         given_back: Whether messages carry the operation out after all, or it has failed before all ranks announced it.
@@ -218,10 +222,13 @@ class Carriage:
     __slots__ = (
         "address",
         "buffers",
+        "bytes_received",
+        "bytes_sent",
         "ended",
         "given_back",
         "iteration",
         "lane",
+        "layout",
         "number",
         "operation",
         "other",
@@ -241,7 +248,8 @@ class Carriage:
         self.number, self.ended, self.given_back = number, False, False
         self.stage: int | None = None
         self.other_half = 0
-        self.ranks = plan.ranks
+        self.ranks, self.layout = plan.ranks, operation.layout
+        self.bytes_sent, self.bytes_received = plan.bytes_sent, plan.bytes_received
         self.other: int | None = None
         self.iteration = operation.key[1] + 1  # 0 stands for an entry without an operation
 
@@ -249,21 +257,6 @@ class Carriage:
     def has_begun(self) -> bool:
         """Whether all ranks have given the operation to their lanes."""
         return bool(self.words[exchange.FOUND] == len(self.plan.ranks) - 1)
-
-    @property
-    def bytes_sent(self) -> int:
-        """The bytes that the other ranks read of this rank's memory."""
-        return self.plan.bytes_sent
-
-    @property
-    def bytes_received(self) -> int:
-        """The bytes that this rank reads of the other ranks' memory."""
-        return self.plan.bytes_received
-
-    @property
-    def layout(self) -> OperationLayout:
-        """The layout of the operation."""
-        return self.operation.layout
 
     @property
     def is_read(self) -> bool:

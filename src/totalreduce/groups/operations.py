@@ -5,6 +5,7 @@ Operations that are carried out again and again are prepared once, as MPI's pers
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -174,7 +175,7 @@ class Operations:
         """
         memory = self._memory
         memory.claim(operands, wait_s=patience_s if self.waits_for_memory else None, beside=beside)
-        return lambda: memory.release(operands)
+        return functools.partial(memory.release, operands)
 
     def own_name(self, name: str) -> str:
         """Return a name for the operations of an object: with a number, if the name was asked for before."""
@@ -307,7 +308,8 @@ class PreparedOperation:
             PeerLost: A rank is lost.
             GroupClosed: This rank has closed the group.
         """
-        if not self.is_current:
+        operands = self._operation.operands
+        if operands is not None and operands.has_moved:
             raise ConfigurationError(
                 f"{self._submission.name!r}: the tensor of this prepared operation was given other memory "
                 "(by .data = …, set_ or resize_): prepare the operation again"

@@ -17,7 +17,8 @@ allgather gathers, and a broadcast is an allgather in which only the root's part
   *copies* the results of the other ranks. An operation that does not add stages nothing: in place of a sum, a rank
   makes a piece of its own block readable. An operation that does not gather copies no results. A counter in the entry
   tells how many rounds have passed each of these steps.
-  Of staged pieces there are two sets, so that a rank may be one round ahead of the ranks that read.
+  Of staged pieces there are two sets, so that a rank may be one round ahead of the ranks that read. An operation of
+  one round has one set, and stages it when it is announced, so that nobody waits for that.
 
 Where parts are *cut* out of one tensor, each rank owns one n-th of every lane of the operation (``engine.layout``);
 otherwise a part is a block with a length of its own. Contributions to a part are added one after the other in the order
@@ -81,7 +82,7 @@ HOME, ENTRIES = 15, 16
 ENTRY, SOURCE, STAGE = 17, 18, 19
 #: The offset in every memory file: of the board, of the stages, and of their end.
 BOARD_AT, STAGES_AT, STAGES_END = 20, 21, 22
-#: The length of a stage for pieces, the offset of the results in it, the length of a piece.
+#: The length of what a stage holds of pieces, the offset of the results in it, the length of a piece.
 STAGE_BYTES, RESULTS_AT, PIECE_BYTES = 23, 24, 25
 #: How often to look again, with a pause, before returning without progress; without ``SPINS``: for how many nanoseconds
 #: to look again and let other processes have the core.

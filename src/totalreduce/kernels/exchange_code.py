@@ -299,6 +299,8 @@ def _announce(block: Words) -> None:
     store(entry + E_STAGE, block[STAGE])
     if block[IS_WHOLE] != 0:
         _publish(block, block[_peer(block, block[ME]) + MEMORY] + block[STAGE])
+    elif block[ROUNDS] == 1 and block[ADDS] != 0 and block[SOURCE] == 0:
+        _stage(block, 0)  # so that the others need not wait for it
     store(entry + E_OPERATION, _operation(block))
     block[ANNOUNCED] = 1
     _wake(block)
@@ -449,6 +451,19 @@ def _copy_result(block: Words, part: Any, start: Any, stop: Any, turn: Any) -> A
 
 
 @compiled
+def _stage(block: Words, turn: Any) -> None:
+    """Copy this rank's pieces of a round, which the other ranks reduce, to where they can read them."""
+    ranks, me, stage = block[RANKS], block[ME], block[_peer(block, block[ME]) + MEMORY] + block[STAGE]
+    for part in range(ranks):
+        if part != me:
+            start, stop = _piece(block, part, turn)
+            target = stage + (turn % 2 * ranks + part) * block[PIECE_BYTES]
+            copy_bytes(target, _own(block, part, start), (stop - start) * block[ITEMSIZE])
+    block[STAGED] = turn + 1
+    store(block[ENTRY] + E_STAGED, turn + 1)
+
+
+@compiled
 def _move_pieces(block: Words) -> Any:
     """Carry out the steps that are possible now, each at most once; return whether there were any."""
     ranks, me, entry, itemsize = block[RANKS], block[ME], block[ENTRY], block[ITEMSIZE]
@@ -458,13 +473,7 @@ def _move_pieces(block: Words) -> Any:
     turn = block[STAGED]
     # A set of pieces serves every second round: all peers have read those of two rounds before.
     if adds and is_staged and turn < block[ROUNDS] and turn < _least(block, E_REDUCED) + 2:
-        for part in range(ranks):
-            if part != me:
-                start, stop = _piece(block, part, turn)
-                target = memory + block[STAGE] + (turn % 2 * ranks + part) * block[PIECE_BYTES]
-                copy_bytes(target, _own(block, part, start), (stop - start) * itemsize)
-        block[STAGED] = turn + 1
-        store(entry + E_STAGED, turn + 1)
+        _stage(block, turn)
         moved = True
     turn = block[REDUCED]
     has_room = not (is_staged and gathers) or turn < _least(block, E_COPIED) + 2

@@ -83,6 +83,7 @@ class EngineEndpoint:
         lock: Held by every call into the engine.
         work: Notified when the computation thread has something to do.
         inline: Whether the thread that moves messages also carries out every computation.
+        known: What operations need that begin in the fast lane without a record in the engine.
         lane: The fast lane, if this host's ranks have one. The thread that moves messages also moves its operations.
     """
 
@@ -91,7 +92,7 @@ class EngineEndpoint:
         engine.carrier = lane
         #: Operations that have begun in the fast lane without a record in the engine, by handle.
         self.unlisted: dict[Handle, Begun] = {}
-        self._known = KnownCarriages()
+        self.known = KnownCarriages()
         self.lock = threading.Lock()
         self.work = threading.Condition(self.lock)
 
@@ -102,14 +103,6 @@ class EngineEndpoint:
         with self.lock:
             ended = self.engine.table.pop_completed()
         complete_owners(ended)
-
-    def known_carriage(self, submission: Submission) -> Carriage | None:
-        """Return what an operation needs to begin in the fast lane without a record in the engine. Any thread."""
-        return self._known.find(submission)
-
-    def learn(self, submission: Submission, operation: Operation) -> None:
-        """Keep what the next operation of a name can use. Called under the lock."""
-        self._known.learn(submission, operation)
 
     def begin(self, submission: Submission, carriage: Carriage, handle: Handle) -> bool | None:
         """Begin an operation in the fast lane; end it if that takes no longer than to let the engine know.
@@ -124,7 +117,7 @@ class EngineEndpoint:
             if place is None or key is None:
                 return None
             lane.repeat(carriage, key, buffers, place)
-            self.unlisted[handle] = Begun(submission, key, carriage)
+            self.unlisted[handle] = submission, key, carriage
         return self._has_ended(handle, carriage, lane.restart(carriage))
 
     def hurry_unlisted(self, handle: Handle) -> bool:
@@ -132,7 +125,7 @@ class EngineEndpoint:
         begun = self.unlisted.get(handle)
         if begun is None:
             return False
-        carriage = begun.carriage
+        carriage = begun[2]
         return self._has_ended(handle, carriage, carriage.lane.advance(carriage, patient=True))
 
     def _has_ended(self, handle: Handle, carriage: Carriage, status: int) -> bool:

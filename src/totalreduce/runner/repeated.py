@@ -7,7 +7,7 @@ anything else happens to the engine.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import NamedTuple, final
+from typing import final
 
 from totalreduce.engine.operation import Operation
 from totalreduce.engine.submission import Submission
@@ -20,18 +20,9 @@ __all__ = ["Begun", "KnownCarriages"]
 _NAMES_MAX = 1024
 
 
-class Begun(NamedTuple):
-    """An operation that has begun in the fast lane and that the engine does not know.
-
-    Attributes:
-        submission: The operation as it was submitted.
-        key: Its key.
-        carriage: What the fast lane keeps of it.
-    """
-
-    submission: Submission
-    key: tuple[int, int]
-    carriage: Carriage
+#: An operation that has begun in the fast lane and that the engine does not know: as it was submitted; its key; and
+#: what the fast lane keeps of it. (A class with names takes 0.2 µs longer, of 10 for a small operation.)
+Begun = tuple[Submission, tuple[int, int], Carriage]
 
 
 @final
@@ -42,7 +33,10 @@ class KnownCarriages:
         self._carriages: OrderedDict[tuple[str, str], Carriage] = OrderedDict()
 
     def find(self, submission: Submission) -> Carriage | None:
-        """Return the carriage of the last operation of a name, if the submitted operation is of the same layout."""
+        """Return the carriage of the last operation of a name, if the submitted operation is of the same layout.
+
+        Any thread may call it.
+        """
         name = submission.name
         carriage = None if name is None else self._carriages.get((submission.scope, name))
         if carriage is None:
@@ -53,7 +47,7 @@ class KnownCarriages:
         return carriage if submission.ranks is None or submission.ranks == carriage.ranks else None
 
     def learn(self, submission: Submission, operation: Operation) -> None:
-        """Keep the carriage of a submitted operation."""
+        """Keep the carriage of a submitted operation. Called under the lock."""
         name, carriage = submission.name, operation.carriage
         if name is None or submission.repeats or not isinstance(carriage, Carriage):
             return

@@ -103,8 +103,9 @@ class Runner:
 
         Raises what ``Engine.submit`` does. Then the handle has not changed. The caller has called ``home.check()``.
         """
-        self._check_refusal()
-        carriage = self._endpoint.known_carriage(submission)
+        if self.refusal:
+            self._check_refusal()
+        carriage = self._endpoint.known.find(submission)
         if carriage is not None and self._begin_in_lane(submission, carriage, handle):
             return
         with self._lock:
@@ -112,7 +113,7 @@ class Runner:
             now = time.monotonic()
             self._endpoint.adopt(now)
             operation = handle.operation = self.engine.submit(submission, now, owner=handle)
-            self._endpoint.learn(submission, operation)
+            self._endpoint.known.learn(submission, operation)
             wake = self._wakes_after_submission()
         if operation.carriage is not None and self._announce(operation):
             wake = wake and not operation.finished and operation.state is not State.WAITING
@@ -121,7 +122,7 @@ class Runner:
             self._look_again(now, wake=wake)
 
     def _check_refusal(self) -> None:
-        if self.refusal and threading.current_thread() not in self.unrefused:
+        if threading.current_thread() not in self.unrefused:
             raise ConfigurationError(self.refusal)
 
     def _begin_in_lane(self, submission: Submission, carriage: Carriage, handle: Handle) -> bool:
@@ -173,7 +174,8 @@ class Runner:
         The owner of the receive is a handle, which gets its operation when a message has come.
         """
         self.home.check()
-        self._check_refusal()
+        if self.refusal:
+            self._check_refusal()
         with self._lock:
             self._check_alive()
             now = time.monotonic()

@@ -304,6 +304,8 @@ class MemoryInFlight:
         self._lock = threading.Lock()
         self._released = threading.Condition(self._lock)
         self._waiting = 0
+        #: The only operation in flight. Its memory is noted below when another one begins: most operations end first.
+        self._alone: Operands | None = None
         self._writes, self._reads = _Ranges(disjoint=True), _Ranges(disjoint=False)
         #: Written tensors that do not use all bytes of their spans. They are rare, so they are compared one by one.
         self._strided: list[tuple[Span, Operands]] = []
@@ -325,9 +327,13 @@ class MemoryInFlight:
         if len(operands.writes) + len(operands.reads) > 1 and operands.writes:
             self._check_itself(operands)
         with self._lock:
-            other = None
-            if self._writes.entries or self._reads.entries or self._strided:
-                other = self._conflict(operands)
+            if not (self._alone or self._waiting or self._writes.entries or self._reads.entries or self._strided):
+                self._alone = operands
+                return
+            if self._alone is not None:
+                self._note(self._alone)
+                self._alone = None
+            other = self._conflict(operands)
             if other is not None:
                 if any(other is each for each in beside):
                     raise ConfigurationError(
@@ -340,19 +346,14 @@ class MemoryInFlight:
                         "wait for that operation first, or use a copy"
                     )
                 self._wait(operands, wait_s)
-            for spans in (operands.reads, operands.inputs):
-                for start, stop, _ in spans:
-                    self._reads.add(start, stop, operands)
-            for span in operands.writes:
-                start, stop, strided = span
-                if strided is None:
-                    self._writes.add(start, stop, operands)
-                else:
-                    self._strided.append((span, operands))
+            self._note(operands)
 
     def release(self, operands: Operands) -> None:
         """Note that an operation has ended, or was not submitted after all."""
         with self._lock:
+            if self._alone is operands:  # then no other operation waits for it
+                self._alone = None
+                return
             for spans in (operands.reads, operands.inputs):
                 for start, stop, _ in spans:
                     self._reads.remove(start, stop, operands)
@@ -363,6 +364,17 @@ class MemoryInFlight:
                 self._strided = [entry for entry in self._strided if entry[1] is not operands]
             if self._waiting:
                 self._released.notify_all()
+
+    def _note(self, operands: Operands) -> None:
+        for spans in (operands.reads, operands.inputs):
+            for start, stop, _ in spans:
+                self._reads.add(start, stop, operands)
+        for span in operands.writes:
+            start, stop, strided = span
+            if strided is None:
+                self._writes.add(start, stop, operands)
+            else:
+                self._strided.append((span, operands))
 
     def _wait(self, operands: Operands, wait_s: float) -> None:
         deadline = time.monotonic() + wait_s
