@@ -417,17 +417,18 @@ class FastLane:
             return None
         if not self._has_other(carriage):
             return None
-        if stage is not None and not self._stages.has(carriage):  # another operation has it now
+        address = 0 if plan.has_blocks else _address_of(buffers[0])
+        if address and (plan.is_whole or carriage.words[exchange.TENSOR] == address):
+            place: _Place = (address, carriage.words[exchange.SOURCE], ())
+        else:
+            place = plan.place(buffers, self.boards)
+        # Another operation may have the stage now; or the last tensor needed none, because it lay in shared memory.
+        if plan.needs_stage(place[1]) and not self._stages.has(carriage):
             stage = self._free_stage(plan)
             if stage is None:
                 return None
             self._use_stage(carriage, stage)
-        if not plan.has_blocks:
-            address = _address_of(buffers[0])
-            if plan.is_whole or carriage.words[exchange.TENSOR] == address:
-                return address, carriage.words[exchange.SOURCE], ()
-        place = plan.place(buffers, self.boards)
-        return place if plan.is_whole or plan.needs_stage(place[1]) == (stage is not None) else None
+        return place
 
     def repeat(self, carriage: Carriage, key: tuple[int, int], buffers: _Buffers, place: _Place) -> None:
         """Use a carriage for the next operation of its name, which ``restart`` announces.
