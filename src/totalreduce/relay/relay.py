@@ -319,6 +319,8 @@ class Relay:
         self._wanted: set[Connection] = set()
         self._operations: dict[int, RelayedOperation] = {}
         self._failed: deque[RelayedOperation] = deque()
+        #: Whether some connection did, after ``pump`` or ``settle``, which alone change that.
+        self._needs_attention = False
         #: Memory for unfinished sums of later operations, by its length: to touch fresh memory takes time.
         self._sums: dict[int, Array] = {}
         self._free_lines = list(range(w.CONNECTIONS_MAX))
@@ -399,10 +401,9 @@ class Relay:
 
     # --------------------------------------------------------------------------------------------------- operations
 
-    @property
     def is_busy(self) -> bool:
-        """Whether the function has something to do, or to wait for."""
-        return bool(self._operations) or any(line.needs_attention for line in self._lines.values())
+        """Return whether the function has something to do, or to wait for."""
+        return bool(self._operations) or self._needs_attention
 
     def may_take(self, plan: RelayPlan) -> bool:
         """Return whether an operation with this plan can be taken now.
@@ -506,10 +507,15 @@ class Relay:
             if len(self._sums) > _KEPT_MAX:
                 del self._sums[next(iter(self._sums))]
         heapq.heappush(self._free_operations, operation.number)
-        self._lanes[operation.lanes, w.OPERATION] = -1
-        self._free_lanes = sorted(self._free_lanes + operation.lanes)
-        used = np.flatnonzero(self._lanes[: words[w.NUM_LANES], w.OPERATION] >= 0)
-        words[w.NUM_LANES] = int(used[-1]) + 1 if len(used) else 0
+        for lane in operation.lanes:
+            words[w.LANES_AT + lane * w.LANE_WORDS + w.OPERATION] = -1
+        if self._free_lanes and operation.lanes[-1] > self._free_lanes[0]:
+            self._free_lanes = sorted(self._free_lanes + operation.lanes)
+        else:  # mostly, and without a comparison of all
+            self._free_lanes[:0] = operation.lanes
+        words[w.NUM_LANES] = 0
+        if self._operations:
+            words[w.NUM_LANES] = 1 + max(other.lanes[-1] for other in self._operations.values())
 
     def _sweep(self) -> None:
         """Take out the operations that have failed, and the connections that were closed."""
@@ -550,6 +556,7 @@ class Relay:
                 self._port.events.append((words[at], words[at + 1] & 0xFFFFFFFF))
             for line in lines:
                 line.take_back()
+            self._needs_attention = any(line.needs_attention for line in lines)
         return bool(words[w.STATUS] & ~w.RIVALS_TURN)
 
     def settle(self, now: float) -> list[Connection]:
@@ -580,6 +587,7 @@ class Relay:
             if line.has_ended:
                 self._forget(line)
                 connection.incoming.read_to_the_end()  # which will come to the same end
+        self._needs_attention = any(line.needs_attention for line in self._lines.values())
         for operation in ended:
             self._user.relay_ended(operation.task)
         return refused

@@ -36,9 +36,8 @@ class RelayPort(NamedTuple):
 class MessageRelay(Protocol):
     """What a transport asks of a relay. All methods are called while no other thread changes connections."""
 
-    @property
     def is_busy(self) -> bool:
-        """Whether the relay has something to do, or to wait for."""
+        """Return whether the relay has something to do, or to wait for."""
 
     def hand_over(self) -> None:
         """Take operations that can be taken now."""

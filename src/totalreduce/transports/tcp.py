@@ -191,8 +191,10 @@ class TcpTransport(Transport):
         endpoint, relay = self._endpoint, self._relay
         assert endpoint is not None, "attach() comes first"
         with self._changing:
-            if relay is not None and relay.is_busy:
+            if relay is not None and relay.is_busy():
                 relay.settle(time.monotonic())
+                if not relay.is_busy():
+                    return True  # its last operation has ended: whoever waits for that goes on before anything else
             events = self._poller.events
             if not events:  # otherwise ``wait`` has just asked the kernel
                 self._poller.poll(0)
@@ -214,7 +216,7 @@ class TcpTransport(Transport):
                     self._send(peer, endpoint, now, bulk=bulk)
             if now >= self._liveness.due_at:
                 self._check_timers(endpoint, now)
-            more = relay is not None and relay.is_busy and self._relay_messages(relay, endpoint, now)
+            more = relay is not None and relay.is_busy() and self._relay_messages(relay, endpoint, now)
             return more or bool(self._poller.events) or self._more_to_do(endpoint)
 
     def _relay_messages(self, relay: MessageRelay, endpoint: Endpoint, now: float) -> bool:
@@ -266,7 +268,7 @@ class TcpTransport(Transport):
         until = min(now + timeout_s, self._liveness.due_at)
         if self._relay is not None and self._changing.acquire(blocking=False):
             try:
-                if self._relay is not None and self._relay.is_busy:
+                if self._relay is not None and self._relay.is_busy():
                     self._relay.pump(0.0 if self._poller.events else max(0.0, until - now))
                     return
             finally:
