@@ -12,6 +12,7 @@ import torch
 
 import totalreduce as tr
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, TotalReduceError
+from totalreduce.groups import checked
 from totalreduce.groups.engine_collectives import EngineCollectives
 from totalreduce.testing import run_ranks
 
@@ -444,3 +445,48 @@ def test_a_coordinator_keeps_no_tensor_of_operations_that_have_ended() -> None:
         return storage() is None
 
     assert run_ranks(2, body) == [True, True]
+
+
+def test_an_allreduce_is_checked_again_if_anything_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks, original = [], checked.reduction  # the threads of the ranks that have checked something
+    monkeypatch.setattr(checked, "reduction", lambda *a, **k: checks.append(threading.get_ident()) or original(*a, **k))
+
+    def body(group: tr.Group) -> None:
+        tensor, other = torch.ones(2, 3), torch.ones(2, 3)
+
+        def reduce(tensor: torch.Tensor, expected: list[float], is_checked: bool, **options: Any) -> None:
+            me = threading.get_ident()
+            before = checks.count(me)
+            tensor.fill_(group.rank + 1)
+            result = group.allreduce(tensor, name="t", **options).wait()
+            assert result is tensor
+            assert tensor.flatten().tolist() == expected
+            assert checks.count(me) == before + is_checked
+
+        three = [3.0] * 6
+        reduce(tensor, three, True)
+        reduce(tensor, three, False)
+        reduce(tensor, three, False)
+        reduce(other, three, True)
+        reduce(other, [1.5] * 6, True, op=tr.ReduceOp.AVG)
+        reduce(other, [1.5] * 6, False, op=tr.ReduceOp.AVG)
+        reduce(other, three, True, priority=3)
+        reduce(other, three, True)
+        other.t_()  # the same memory, in another order
+        reduce(other, three, True)
+        other.data = torch.ones(2, 3)
+        reduce(other, three, True)
+        other.data = other.data.view(torch.int32)
+        reduce(other, [3] * 6, True)
+        reduce(other, [3] * 6, False)
+        other.resize_(2)
+        reduce(other, [3] * 2, True)
+        with pytest.raises(ConfigurationError, match="schedule 'no' is not known"):
+            group.allreduce(other, name="t", schedule="no")
+        reduce(other, [3] * 2, True)
+        group.barrier()
+        group.close()
+        with pytest.raises(tr.GroupClosed):
+            group.allreduce(other, name="t")
+
+    run_ranks(2, body)

@@ -372,3 +372,45 @@ def test_nothing_passes_an_operation_that_waits_for_memory(monkeypatch: pytest.M
     monkeypatch.setattr(memory._released, "wait", wait)
     memory.claim(second, wait_s=10.0)
     assert woken == [False, False]
+
+
+def test_operands_of_a_further_operation_hold_the_memory_while_it_is_in_flight() -> None:
+    tensor = torch.zeros(10)
+    first = Operands("t")
+    view, place = first.add(tensor, writes=True), first.place
+    assert place is not None
+    first.finish()
+    ended = []
+    further = Operands.again(place, tensor)
+    further.then = lambda: ended.append(True)
+    tensor.resize_(10)  # not held yet
+    further.prepare()
+    with pytest.raises(RuntimeError, match="not resizable"):
+        tensor.untyped_storage().resize_(400)
+    view[:] = torch.full((10,), 3.0).view(torch.uint8).numpy().tobytes()
+    further.finish()
+    assert tensor.tolist() == [3.0] * 10
+    assert ended == [True]
+    tensor.untyped_storage().resize_(400)
+    moved = Operands.again(place, tensor)
+    assert moved.has_moved == (tensor.data_ptr() != place.span.start)
+
+
+def test_a_place_keeps_no_memory() -> None:
+    tensor = torch.zeros(10)
+    operands = Operands("t")
+    view, place = operands.add(tensor, writes=True), operands.place
+    operands.finish()
+    alive = weakref.ref(tensor.untyped_storage())
+    del tensor, operands
+    gc.collect()
+    assert (alive(), len(view), place is None) == (None, 40, False)
+
+
+@pytest.mark.parametrize(
+    "add", [lambda o: o.add(torch.zeros(4, 4)[:, 1], writes=True), lambda o: o.add(torch.zeros(4)), lambda o: None]
+)
+def test_other_operands_have_no_place(add) -> None:
+    operands = Operands("t")
+    add(operands)
+    assert operands.place is None

@@ -111,11 +111,17 @@ class Operations:
         self, operation: CheckedOperation, name: str | None, priority: int, timeout_s: float | None = None
     ) -> PreparedOperation:
         """Return an operation that can be started again and again; the arguments are those of ``submit``."""
+        return PreparedOperation(self, operation, *self.submission(operation, name, priority, timeout_s))
+
+    def submission(
+        self, operation: CheckedOperation, name: str | None, priority: int, timeout_s: float | None = None
+    ) -> tuple[Submission, float]:
+        """Return what ``start`` needs besides an operation; the arguments are those of ``submit``."""
         patience_s, priority = self.patience(timeout_s), checks.priority(priority)
         submission = Submission(
             name, operation.signature, operation.buffers, self.ranks, self.scope, repeats=False, priority=priority
         )
-        return PreparedOperation(self, operation, submission, patience_s)
+        return submission, patience_s
 
     def start(self, operation: CheckedOperation, submission: Submission, patience_s: float) -> Work:
         """Submit an operation that was checked before; return at once."""

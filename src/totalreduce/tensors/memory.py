@@ -26,7 +26,7 @@ from totalreduce.foundation.errors import (
 )
 from totalreduce.tensors.storage import StorageHold
 
-__all__ = ["MemoryInFlight", "Operands", "is_plain"]
+__all__ = ["MemoryInFlight", "Operands", "Place", "is_plain"]
 
 #: One array type for tensors of all sizes, of which only the first bytes are used. ctypes takes 70 µs and more to make
 #: a type for a size, and the messages of sparse methods have new sizes all the time.
@@ -64,18 +64,21 @@ class Operands:
         inputs: Memory that is read before the operation writes its results. So it may be the memory of a result.
         repeats: Whether the operation is carried out again and again with these tensors: then their memory is held
             until this object is deleted.
+        then: Is called at the end of ``finish``.
     """
 
     __slots__ = (
         "_copies_back",
         "_copies_in",
         "_holds",
+        "_memories",
         "_results",
         "first_reads",
         "inputs",
         "name",
         "reads",
         "repeats",
+        "then",
         "writes",
     )
 
@@ -87,8 +90,23 @@ class Operands:
         self.inputs: list[Span] = []
         self._copies_in: list[Callable[[], object]] = []
         self._copies_back: list[Callable[[], object]] = []
+        self.then: Callable[[], None] | None = None
         self._holds: list[StorageHold] = []
+        self._memories: list[Any] = []  #: What ``add`` has returned views of.
         self._results: list[tuple[torch.Tensor, int, int]] = []
+
+    @classmethod
+    def again(cls, place: Place, tensor: torch.Tensor) -> Operands:
+        """Return the operands of a further operation on a tensor that lies in a place; it uses the same view of it.
+
+        ``prepare`` holds the memory.
+        """
+        made, start = cls(place.name), place.span.start
+        made.writes.append(place.span)
+        made._results.append((tensor, start, place.span.stop - start))
+        made._memories.append(place.memory)
+        made._copies_in.append(functools.partial(made._hold, tensor, place.memory))
+        return made
 
     def add(self, tensor: torch.Tensor, *, writes: bool = False) -> memoryview:
         """Add a tensor; return the bytes that the operation uses for it.
@@ -178,13 +196,19 @@ class Operands:
                 rest = rest[part.numel() :]
 
     @property
+    def place(self) -> Place | None:
+        """Where the operation's only tensor lies, if it is written and used in place."""
+        is_one = len(self.writes) == len(self._memories) == 1 and not self._copies_in
+        return Place(self.name, self.writes[0], self._memories[0]) if is_one and self.writes[0].tensor is None else None
+
+    @property
     def in_flight(self) -> list[Span]:
         """All memory that is read or written while the operation is in flight."""
         return [*self.writes, *self.reads, *self.inputs]
 
     @property
     def copies_in(self) -> bool:
-        """Whether ``prepare`` copies anything."""
+        """Whether ``prepare`` does anything."""
         return bool(self._copies_in)
 
     @property
@@ -193,7 +217,7 @@ class Operands:
         return bool(self._copies_back)
 
     def prepare(self) -> None:
-        """Make the copies that the operation needs before it begins."""
+        """Make the copies that the operation needs before it begins, and hold what is not held yet."""
         for copy in self._copies_in:
             copy()
         if not self.repeats:
@@ -207,14 +231,19 @@ class Operands:
         """
         for copy in self._copies_back:
             copy()
-        if self.has_moved:
+        has_moved = self.has_moved
+        if not self.repeats:
+            for hold in self._holds:
+                hold.release()
+            for memory in self._memories:  # nothing reads or writes it any more
+                memory.hold = None
+        if has_moved:
             raise TotalReduceError(
                 f"tensor {self.name!r} was given other memory while the operation was in flight (by .data = …, "
                 "set_ or resize_), so the result is not in it. Wait for the operation first"
             )
-        if not self.repeats:
-            for hold in self._holds:
-                hold.release()
+        if self.then is not None:
+            self.then()
 
     @property
     def has_moved(self) -> bool:
@@ -239,12 +268,15 @@ class Operands:
         address = tensor.data_ptr()
         if not address:
             raise self._without_memory()
-        hold = StorageHold(tensor.untyped_storage())
         memory = _MEMORY.from_address(address)
-        # A transport may still send from the memory of an operation that has failed, so the view keeps the hold.
-        memory.hold = hold  # type: ignore[attr-defined]
-        self._holds.append(hold)
+        self._memories.append(memory)
+        self._hold(tensor, memory)
         return memoryview(memory).cast("B")[:num_bytes]
+
+    def _hold(self, tensor: torch.Tensor, memory: Any) -> None:
+        # A transport may still send from the memory of an operation that has failed, so the view keeps the hold.
+        memory.hold = hold = StorageHold(tensor.untyped_storage())
+        self._holds.append(hold)
 
     def _without_memory(self) -> UnsupportedError:
         return UnsupportedError(
@@ -256,6 +288,20 @@ class Operands:
             raise UnsupportedError(
                 f"tensor {self.name!r} is expanded: several elements share memory. Use .contiguous()"
             )
+
+
+class Place(NamedTuple):
+    """Where the tensor of an operation lies, without the tensor and without its memory.
+
+    Attributes:
+        name: The name of the operation, for messages.
+        span: The bytes of the tensor.
+        memory: What ``Operands.add`` has returned a view of.
+    """
+
+    name: str
+    span: Span
+    memory: Any
 
 
 @final
