@@ -39,6 +39,15 @@ def test_what_is_chosen_can_be_carried_out(kind: OpKind, hosts: tuple[int, ...])
         assert choose(kind, num_bytes, hosts[:1]) in algorithms_of(kind)
 
 
+def test_a_ring_is_chosen_unless_halving_and_doubling_is_clearly_better() -> None:
+    for latency_s, chosen in [(64e-5, Algorithm.RING), (256e-5, Algorithm.RING), (1e-2, Algorithm.HALVING_DOUBLING)]:
+        links = LinkModel(latency_s=latency_s, bytes_per_s=125e6)
+        estimates = candidates(OpKind.ALLREDUCE, 4 * MIB, PLACES["eight hosts"], links)
+        ratio = estimates[Algorithm.RING] / estimates[Algorithm.HALVING_DOUBLING]
+        assert (ratio < 1.1) == (chosen is Algorithm.RING)
+        assert choose(OpKind.ALLREDUCE, 4 * MIB, PLACES["eight hosts"], links) == chosen
+
+
 def test_the_choice_does_not_depend_on_what_was_chosen_before() -> None:
     """Ranks submit in different orders, and a rank remembers its choices."""
     questions = list(itertools.product(OpKind, SIZES, ((0, 1, 2, 3, 4, 5, 6, 7), (0, 4), (3, 2, 1))))
