@@ -70,8 +70,7 @@ class Planner:
         """
         sizes = [0 if buffer is None else len(buffer) for buffer in buffers]
         layout = record.layout
-        known = layout is not None and (layout.signature is signature or layout.signature == signature)
-        if layout is None or not known or layout.sizes != sizes or layout.ranks != ranks:
+        if layout is None or layout.signature != signature or layout.sizes != sizes or layout.ranks != ranks:
             layout = record.layout = self._layout(signature, record.text, ranks, sizes)
         return layout
 

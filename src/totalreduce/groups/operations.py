@@ -101,9 +101,8 @@ class Operations:
             scope: A further prefix of the name, for names that totalreduce itself gives.
             repeats: Whether several operations of this name may be in flight.
         """
-        patience_s, priority = self.patience(timeout_s), checks.priority(priority)
-        submission = Submission(
-            name, operation.signature, operation.buffers, ranks or self.ranks, self.scope + scope, repeats, priority
+        submission, patience_s = self.submission(
+            operation, name, priority, timeout_s, ranks=ranks, scope=scope, repeats=repeats
         )
         return self.start(operation, submission, patience_s)
 
@@ -114,12 +113,20 @@ class Operations:
         return PreparedOperation(self, operation, *self.submission(operation, name, priority, timeout_s))
 
     def submission(
-        self, operation: CheckedOperation, name: str | None, priority: int, timeout_s: float | None = None
+        self,
+        operation: CheckedOperation,
+        name: str | None,
+        priority: int,
+        timeout_s: float | None = None,
+        *,
+        ranks: tuple[int, ...] | None = None,
+        scope: str = "",
+        repeats: bool = False,
     ) -> tuple[Submission, float]:
         """Return what ``start`` needs besides an operation; the arguments are those of ``submit``."""
         patience_s, priority = self.patience(timeout_s), checks.priority(priority)
         submission = Submission(
-            name, operation.signature, operation.buffers, self.ranks, self.scope, repeats=False, priority=priority
+            name, operation.signature, operation.buffers, ranks or self.ranks, self.scope + scope, repeats, priority
         )
         return submission, patience_s
 
@@ -261,7 +268,7 @@ class Operations:
         if operands is None:
             return Handle()
         handle = Handle(operands.finish, self.claim(operands, patience_s))
-        if operands.copies_in:
+        if operands.needs_preparation:
             with handle:
                 operands.prepare()
         return handle
@@ -314,8 +321,7 @@ class PreparedOperation:
             PeerLost: A rank is lost.
             GroupClosed: This rank has closed the group.
         """
-        operands = self._operation.operands
-        if operands is not None and operands.has_moved:
+        if not self.is_current:
             raise ConfigurationError(
                 f"{self._submission.name!r}: the tensor of this prepared operation was given other memory "
                 "(by .data = …, set_ or resize_): prepare the operation again"

@@ -513,9 +513,7 @@ class Relay:
             self._free_lanes = sorted(self._free_lanes + operation.lanes)
         else:  # mostly, and without a comparison of all
             self._free_lanes[:0] = operation.lanes
-        words[w.NUM_LANES] = 0
-        if self._operations:
-            words[w.NUM_LANES] = 1 + max(other.lanes[-1] for other in self._operations.values())
+        words[w.NUM_LANES] = 1 + max((other.lanes[-1] for other in self._operations.values()), default=-1)
 
     def _sweep(self) -> None:
         """Take out the operations that have failed, and the connections that were closed."""

@@ -125,7 +125,7 @@ class EngineEndpoint:
         begun = self.unlisted.get(handle)
         if begun is None:
             return False
-        carriage = begun[2]
+        _submission, _key, carriage = begun
         return self._has_ended(handle, carriage, carriage.lane.advance(carriage, patient=True))
 
     def _has_ended(self, handle: Handle, carriage: Carriage, status: int) -> bool:

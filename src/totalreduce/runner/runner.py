@@ -103,8 +103,7 @@ class Runner:
 
         Raises what ``Engine.submit`` does. Then the handle has not changed. The caller has called ``home.check()``.
         """
-        if self.refusal:
-            self._check_refusal()
+        self._check_refusal()
         carriage = self._endpoint.known.find(submission)
         if carriage is not None and self._begin_in_lane(submission, carriage, handle):
             return
@@ -122,7 +121,7 @@ class Runner:
             self._look_again(now, wake=wake)
 
     def _check_refusal(self) -> None:
-        if threading.current_thread() not in self.unrefused:
+        if self.refusal and threading.current_thread() not in self.unrefused:
             raise ConfigurationError(self.refusal)
 
     def _begin_in_lane(self, submission: Submission, carriage: Carriage, handle: Handle) -> bool:
@@ -174,8 +173,7 @@ class Runner:
         The owner of the receive is a handle, which gets its operation when a message has come.
         """
         self.home.check()
-        if self.refusal:
-            self._check_refusal()
+        self._check_refusal()
         with self._lock:
             self._check_alive()
             now = time.monotonic()

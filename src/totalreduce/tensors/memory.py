@@ -69,9 +69,9 @@ class Operands:
 
     __slots__ = (
         "_copies_back",
-        "_copies_in",
         "_holds",
         "_memories",
+        "_preparations",
         "_results",
         "first_reads",
         "inputs",
@@ -88,7 +88,7 @@ class Operands:
         self.writes: list[Span] = []
         self.first_reads: list[Span] = []
         self.inputs: list[Span] = []
-        self._copies_in: list[Callable[[], object]] = []
+        self._preparations: list[Callable[[], object]] = []
         self._copies_back: list[Callable[[], object]] = []
         self.then: Callable[[], None] | None = None
         self._holds: list[StorageHold] = []
@@ -105,7 +105,7 @@ class Operands:
         made.writes.append(place.span)
         made._results.append((tensor, start, place.span.stop - start))
         made._memories.append(place.memory)
-        made._copies_in.append(functools.partial(made._hold, tensor, place.memory))
+        made._preparations.append(functools.partial(made._hold, tensor, place.memory))
         return made
 
     def add(self, tensor: torch.Tensor, *, writes: bool = False) -> memoryview:
@@ -130,7 +130,7 @@ class Operands:
         if writes:
             self._check_place(plain)
         dense = torch.empty(plain.shape, dtype=plain.dtype)
-        self._copies_in.append(lambda: dense.copy_(plain))
+        self._preparations.append(lambda: dense.copy_(plain))
         if plain.numel():
             span = _strided_span(plain)
             if writes:
@@ -198,7 +198,7 @@ class Operands:
     @property
     def place(self) -> Place | None:
         """Where the operation's only tensor lies, if it is written and used in place."""
-        is_one = len(self.writes) == len(self._memories) == 1 and not self._copies_in
+        is_one = len(self.writes) == len(self._memories) == 1 and not self._preparations
         return Place(self.name, self.writes[0], self._memories[0]) if is_one and self.writes[0].tensor is None else None
 
     @property
@@ -207,9 +207,9 @@ class Operands:
         return [*self.writes, *self.reads, *self.inputs]
 
     @property
-    def copies_in(self) -> bool:
+    def needs_preparation(self) -> bool:
         """Whether ``prepare`` does anything."""
-        return bool(self._copies_in)
+        return bool(self._preparations)
 
     @property
     def copies_back(self) -> bool:
@@ -218,10 +218,10 @@ class Operands:
 
     def prepare(self) -> None:
         """Make the copies that the operation needs before it begins, and hold what is not held yet."""
-        for copy in self._copies_in:
-            copy()
+        for prepare in self._preparations:
+            prepare()
         if not self.repeats:
-            self._copies_in.clear()
+            self._preparations.clear()
 
     def finish(self) -> None:
         """Copy results back after an operation that went well.
@@ -258,7 +258,7 @@ class Operands:
         plain = source.detach()
         if plain.data_ptr():  # a tensor that is known to be zero has no memory
             self.first_reads.append(_strided_span(plain))
-        self._copies_in.append(functools.partial(row.view(plain.shape).copy_, plain))
+        self._preparations.append(functools.partial(row.view(plain.shape).copy_, plain))
 
     def _bytes(self, tensor: torch.Tensor) -> memoryview:
         """Return the bytes of a contiguous tensor, without NumPy, which would cost an operation some 10 µs."""
