@@ -75,6 +75,24 @@ def test_eight_threads_submit_and_wait_on_one_group(transport, compute, num_oper
         assert statistics.floating_bytes == 0
 
 
+def test_an_idle_rank_wakes_once_for_the_engine_and_the_heartbeats(monkeypatch):
+    """Were the two not due in the same rounds, only every second round would call ``Engine.tick``."""
+    rounds, ticks = [], []
+    groups = make_groups(2, transport="shm")
+    try:
+        runner = groups[0].operations.runner
+        tick, progress = runner.engine.tick, runner.transport.progress
+        monkeypatch.setattr(runner.engine, "tick", lambda now: (ticks.append(now), tick(now)))
+        monkeypatch.setattr(runner.transport, "progress", lambda: (rounds.append(0), progress())[1])
+        time.sleep(1.0)  # until they are due together
+        del rounds[:], ticks[:]
+        time.sleep(2.0)
+        assert len(ticks) >= 4
+        assert len(rounds) <= 1.3 * len(ticks)
+    finally:
+        close_all(groups)
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_several_threads_wait_for_one_operation(transport):
     def body(group):
