@@ -52,8 +52,8 @@ ComputeMode = Literal["auto", "thread", "inline"]
 
 #: The longest time between two calls of ``Engine.tick``, in seconds.
 _TICK_S = 0.15
-#: A round that begins so long after the last call calls it, too. Transports look for silent peers every 0.125 s (half of
-#: ``TcpConfig.heartbeat_s``): after a few of these rounds both happen in one, so that an idle rank wakes half as often.
+#: A round that begins so long after the last call calls it, too. Transports look for silent peers every 0.125 s (half
+#: of ``TcpConfig.heartbeat_s``): after a few rounds both fall into one, so that an idle rank wakes half as often.
 _TICK_EARLY_S = 0.12
 #: How long another thread lets messages leave before it computes, in seconds: as long as Python lets a thread compute
 #: that another one waits for.

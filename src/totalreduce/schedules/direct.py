@@ -30,9 +30,10 @@ __all__ = [
     "send_receive",
 ]
 
-#: Steps that a rank of an alltoall may be ahead. Measured with 8 hosts at 1 Gbit/s, 16 MiB and a core for each rank: 2, 4
-#: and 8 steps take the same time. To let a lane wait until each message has left, or to begin lanes one after the other,
-#: was slower with 2 cores for all (150 to 210 ms instead of 150): a connection that has rested begins slowly (TCP).
+#: Steps that a rank of an alltoall may be ahead. Measured with 8 hosts at 1 Gbit/s, 16 MiB and a core for each rank:
+#: 2, 4 and 8 steps take the same time. To let a lane wait until each message has left, or to begin one lane after the
+#: other, was slower (150 to 210 ms instead of 150, with 2 cores for all): a TCP connection that has rested begins
+#: slowly.
 WINDOW = 4
 #: Of larger tensors the bytes that the other ranks have staged have left the cache before they are read. Measured with
 #: 4 ranks: 64 MiB direct 60-70 ms, ring 61-75; 256 MiB direct 300-350, ring 245-310.
