@@ -231,7 +231,7 @@ def test_a_deadline_passes_and_the_operation_still_succeeds():
             begin = time.monotonic()
             with pytest.raises(DeadlineExceededError, match=r"'late'.*never submitted by rank\(s\) 1"):
                 work.wait(timeout_s=0.3)
-            assert 0.3 <= time.monotonic() - begin < 0.8
+            assert 0.3 <= time.monotonic() - begin < 2.0
             late.set()
         return work.wait(timeout_s=20)[-1].item()
 
@@ -263,13 +263,15 @@ def test_a_failing_observer_ends_the_group_with_its_error_and_nobody_hangs():
 #: Nobody is lost by silence here: what the peers learn, they learn from the end of the connection or a GOODBYE.
 NEVER_SILENT = TcpConfig(silence_s=60.0)
 CLOSE_S = 20.0
-#: A sample of the first 380 steps of a ``wait``; by then it has found nothing to do and sleeps.
-MOMENTS = range(3, 380, 4)
+#: A sample of the first 380 steps of a ``wait`` over TCP; by then it has found nothing to do and sleeps. In shared
+#: memory: all steps in which an operation that began in the fast lane is looked at and given to the engine.
+MOMENTS = {"tcp": range(3, 380, 4), "shm": range(1, 60)}
 
 
-def connected_pair():
-    groups = make_groups(2, transport="tcp", engine=PATIENT, tcp=NEVER_SILENT)
-    in_threads(*[group.barrier for group in groups])
+def connected_pair(transport="tcp"):
+    """Two ranks that have met, and to which the name "known" is known."""
+    groups = make_groups(2, transport=transport, engine=PATIENT, tcp=NEVER_SILENT)
+    in_threads(*[lambda group=group: group.allreduce(torch.ones(1000), name="known").wait() for group in groups])
     return groups
 
 
@@ -354,13 +356,14 @@ def wait_and_be_struck(work, step):
 
 
 @pytest.mark.parametrize("first", range(3))
-def test_ctrl_c_anywhere_in_a_wait_leaves_nobody_waiting(first):
-    """Neither the peers, nor this rank's ``close``, nor its threads."""
+@pytest.mark.parametrize(("transport", "name"), [("tcp", "only rank 1"), ("shm", "known")])
+def test_ctrl_c_anywhere_in_a_wait_leaves_nobody_waiting(transport, name, first):
+    """Neither the peers, nor this rank's ``close``, nor its threads. In shared memory the fast lane begins "known"."""
     struck = []
-    for step in list(MOMENTS)[first::3]:
-        groups = connected_pair()
+    for step in MOMENTS[transport][first::3]:
+        groups = connected_pair(transport)
         pending = groups[0].allreduce(torch.ones(1000), name="only rank 0")
-        wait_and_be_struck(groups[1].allreduce(torch.ones(1000), name="only rank 1"), step)
+        wait_and_be_struck(groups[1].allreduce(torch.ones(1000), name=name), step)
         closer = threading.Thread(target=groups[1].close, args=(CLOSE_S,))
         closer.start()
         struck.append((groups, pending, closer))

@@ -8,7 +8,7 @@ carried out by messages after all.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from totalreduce.engine.operation import Carriage, Operation
 
@@ -20,6 +20,9 @@ class Carrier(Protocol):
 
     def offer(self, operation: Operation) -> Carriage | None:
         """Take an operation that was just submitted, or return ``None``."""
+
+    def adopt(self, operation: Operation, carriage: Any) -> None:
+        """Note the engine's record of an operation that was begun without one; ``carriage``: what is kept of it."""
 
     def may_take(self, operation: Operation) -> bool:
         """Return whether another rank may have given such an operation to its carrier."""

@@ -278,6 +278,8 @@ class Engine:
         assert record.layout is not None
         operation = self._operation(submission, record, key, record.layout, now, owner)
         operation.carriage = carriage
+        assert self.carrier is not None
+        self.carrier.adopt(operation, carriage)  # before the table: Ctrl-C may strike between the two
         self.table.adopt(operation, now)
         return operation
 

@@ -140,10 +140,10 @@ class EngineEndpoint:
 
     def adopt(self, now: float) -> None:
         """Have the engine adopt all operations that it does not know. Called under the lock."""
-        unlisted, self.unlisted = self.unlisted, {}
-        for handle, (submission, key, carriage) in unlisted.items():
-            operation = handle.operation = self.engine.adopt(submission, key, carriage, now, owner=handle)
-            carriage.lane.adopt(operation, carriage)
+        while self.unlisted:
+            handle, (submission, key, carriage) = next(iter(self.unlisted.items()))
+            handle.operation = self.engine.adopt(submission, key, carriage, now, owner=handle)
+            del self.unlisted[handle]  # last, so that Ctrl-C anywhere here leaves no handle behind
 
     def announce(self, operation: Operation) -> bool:
         """Let the other ranks know of an operation in the fast lane; true if it is there."""

@@ -159,16 +159,16 @@ class Runner:
 
         An exception in the function, Ctrl-C above all, may have cut an operation in two: then nothing moves any more.
         """
-        if not self._moving.acquire(blocking=False):
+        # Not ``acquire(blocking=False)``: Ctrl-C between the call and ``try`` would leave the lock held for ever.
+        if self._moving.locked():
             return None
-        try:
-            return None if self._failure is not None or self._stop else move(*arguments)
-        except BaseException as failure:
-            self._failure = failure
-            self._fail(failure)
-            raise
-        finally:
-            self._moving.release()
+        with self._moving:
+            try:
+                return None if self._failure is not None or self._stop else move(*arguments)
+            except BaseException as failure:
+                self._failure = failure
+                self._fail(failure)
+                raise
 
     def receive_any(self, receive: AnyReceive) -> None:
         """Receive from the rank that sends first (see ``Engine.receive_any``).

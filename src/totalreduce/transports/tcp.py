@@ -266,13 +266,12 @@ class TcpTransport(Transport):
         """
         now = time.monotonic()
         until = min(now + timeout_s, self._liveness.due_at)
-        if self._relay is not None and self._changing.acquire(blocking=False):
-            try:
+        # Not ``acquire(blocking=False)``: Ctrl-C between the call and ``try`` would leave the lock held for ever.
+        if self._relay is not None and not self._changing.locked():
+            with self._changing:
                 if self._relay is not None and self._relay.is_busy():
                     self._relay.pump(0.0 if self._poller.events else max(0.0, until - now))
                     return
-            finally:
-                self._changing.release()
         while True:
             self._poller.poll(max(0.0, until - now))
             if self._relay is not None and self._poller.events and self._changing.locked():
