@@ -92,7 +92,9 @@ def test_the_loss_of_the_store_changes_no_bit(tmp_path: Path) -> None:
     assert disturbed.result.exit_code == 0, disturbed.result.errors
     assert killed == ["start", "first epoch", "death of rank 1", "death of rank 2"]
     assert len(keepers) == 5
-    assert [epoch // 1000 for epoch in begun] == [1, 2, 3, 4]  # a thousand numbers for each new store
+    # A thousand numbers for each new store. On a busy machine rank 1 dies before the ranks have noticed the loss of the
+    # store that decided the first epoch; then one epoch follows both losses.
+    assert [epoch // 1000 for epoch in begun] in ([1, 2, 3, 4], [1, 3, 4])
     assert list(map(without_epochs, disturbed.finals)) == list(map(without_epochs, plain.finals))
     assert len(disturbed.finals) == 3
 
