@@ -231,7 +231,7 @@ def test_a_deadline_passes_and_the_operation_still_succeeds():
             begin = time.monotonic()
             with pytest.raises(DeadlineExceededError, match=r"'late'.*never submitted by rank\(s\) 1"):
                 work.wait(timeout_s=0.3)
-            assert 0.3 <= time.monotonic() - begin < 2.0
+            assert 0.3 <= time.monotonic() - begin < 0.8
             late.set()
         return work.wait(timeout_s=20)[-1].item()
 

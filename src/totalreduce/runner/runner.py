@@ -52,9 +52,9 @@ ComputeMode = Literal["auto", "thread", "inline"]
 
 #: The longest time between two calls of ``Engine.tick``, in seconds.
 _TICK_S = 0.15
-#: A round that begins so long after the last call calls it, too. Transports look for silent peers every 0.125 s (half
-#: of ``TcpConfig.heartbeat_s``): after a few rounds both fall into one, so that an idle rank wakes half as often.
-_TICK_EARLY_S = 0.12
+#: A round calls it so much early. Transports look for silent peers every 0.125 s (half of ``TcpConfig.heartbeat_s``):
+#: after a few rounds both fall into one, so that an idle rank wakes half as often.
+_TICK_EARLY_S = 0.03
 #: How long another thread lets messages leave before it computes, in seconds: as long as Python lets a thread compute
 #: that another one waits for.
 _LEAVE_S = 0.005
@@ -84,7 +84,7 @@ class Runner:
         self.refusal = ""
         self.unrefused: WeakSet[threading.Thread] = WeakSet()  #: Threads whose operations are taken all the same.
         self._sleepers = 0  #: Threads that wait for the network, or are about to: they must be woken.
-        self._ticked_at = self._next_tick = 0.0
+        self._next_tick = 0.0
         self.meter = Meter()
         self._failure: BaseException | None = None
         self._deadline = 0.0  #: When the threads end after ``close``.
@@ -374,7 +374,7 @@ class Runner:
                 if now >= ask_at:
                     ask_at = deadline
                     self._inquire(handle)
-                self._round(min(_TICK_S, deadline - now), handle)
+                self._round(min(_TICK_S, ask_at - now), handle)
             with self._lock:
                 resting = self.engine.table.num_active == 0
                 turns.leave(time.monotonic(), resting=resting)
@@ -420,9 +420,9 @@ class Runner:
         """Move and add what is there. If that was nothing, wait for the network, unless ``handle`` has ended."""
         with self._lock:
             now = time.monotonic()
-            if now >= min(self._next_tick, self._ticked_at + _TICK_EARLY_S):
+            if now >= self._next_tick - _TICK_EARLY_S:
                 self.engine.tick(now)
-                self._ticked_at, self._next_tick = now, now + _TICK_S
+                self._next_tick = now + _TICK_S
             channels_due = self.engine.channels.next_due()
             self._next_tick = min(self._next_tick, math.inf if channels_due is None else channels_due)
             timeout_s = min(timeout_s, max(0.0, self._next_tick - now))
