@@ -144,6 +144,7 @@ COORDINATED = {
 #: Of two floods that the same check refuses, one is enough in ``make test``.
 LIKE_ANOTHER = {
     "questions that are never read",
+    "questions with long names",
     "descriptions",
     "messages for channels that are not open",
     "bodies that no message has announced",

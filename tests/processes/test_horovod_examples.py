@@ -47,7 +47,10 @@ def test_digits_are_learnt(fleet, tmp_path, options):
     check(run(fleet, tmp_path, "horovod_mnist", 2, *DIGITS, *options), r"train loss ([\d.]+)")
 
 
-@pytest.mark.parametrize("options", [(), ("--fp16-allreduce",), ("--use-adasum",)])
+@pytest.mark.parametrize(
+    "options",
+    [(), *(pytest.param((option,), marks=pytest.mark.slow) for option in ("--fp16-allreduce", "--use-adasum"))],
+)
 def test_pictures_a_second(fleet, tmp_path, options):
     texts = run(fleet, tmp_path, "horovod_synthetic", 2, "--width", 4, *options)
     check(texts, r"loss ([\d.]+) at")

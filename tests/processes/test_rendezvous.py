@@ -135,9 +135,18 @@ def refusals(workers, *, within_s=5.0):
     return [answer["text"] for answer in answers]
 
 
+KEY = "00112233445566778899aabbccddeeff"
+
+
 @pytest.mark.faults("F12")
-@pytest.mark.parametrize("key", ["00112233445566778899aabbccddeeff", None])
-@pytest.mark.parametrize("sizes", [(2, 3), (3, 2)])
+@pytest.mark.parametrize(
+    ("key", "sizes"),
+    [
+        (KEY, (2, 3)),
+        (None, (3, 2)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((KEY, (3, 2)), (None, (2, 3)))),
+    ],
+)
 def test_different_world_sizes_are_named_before_anything_else(fleet, key, sizes):
     by_rank = {rank: {"WORLD_SIZE": str(size)} for rank, size in enumerate(sizes)}
     workers = start(fleet, 2, by_rank=by_rank, patience_s=20.0, TOTALREDUCE_JOB_KEY=key)

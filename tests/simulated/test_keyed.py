@@ -99,8 +99,14 @@ class Recorded:
         client.on_keys, client.on_range = record, record_range
 
 
-@pytest.mark.parametrize("codec", [None, Int8(block=8), Topk(density=0.2)], ids=str)
-@pytest.mark.parametrize("rule", [Sequential(buffer_bytes=700), Bounded(1)], ids=str)
+@pytest.mark.parametrize(
+    ("rule", "codec"),
+    [
+        pytest.param(rule, codec, marks=[] if codec in codecs else [pytest.mark.slow], id=f"{rule}-{codec}")
+        for rule, codecs in ((Sequential(buffer_bytes=700), [None, Int8(block=8)]), (Bounded(1), [Topk(density=0.2)]))
+        for codec in (None, Int8(block=8), Topk(density=0.2))
+    ],
+)
 def test_codes_and_refusals_lose_nothing(rule: Consistency, codec: Codec | None) -> None:
     """What is in the table and in the residuals is what was pushed and not refused."""
     refused = 0

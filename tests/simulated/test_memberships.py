@@ -21,7 +21,7 @@ def plan_of(seed: int) -> Plan:
 
 # Plans repeat after thirty seeds, so that each hundred has every plan three times.
 @pytest.mark.parametrize(
-    "begin", [pytest.param(begin, marks=[pytest.mark.slow] if begin % 300 else []) for begin in range(0, 1000, 100)]
+    "begin", [pytest.param(begin, marks=[pytest.mark.slow] if begin % 600 else []) for begin in range(0, 1000, 100)]
 )
 def test_every_seed_ends_with_one_state(begin: int) -> None:
     for seed in range(begin, begin + 100):
@@ -77,7 +77,7 @@ def test_a_crash_at_every_turn_is_survived(size: int, on_loss: str) -> None:
         SimulatedJob(Plan(policy, target=2, crash_at=((turn, seat),)), seed=size).run()
 
 
-@pytest.mark.parametrize("on_loss", ["replace", "shrink"])
+@pytest.mark.parametrize("on_loss", [pytest.param("replace", marks=pytest.mark.slow), "shrink"])
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 def test_the_loss_of_the_store_and_of_a_rank_at_any_turn_is_survived(size: int, on_loss: str) -> None:
     policy = Policy(on_loss, size, settle_s=5.0, deadline_s=1e9)

@@ -40,7 +40,13 @@ FLOODS = {
 }
 
 
-@pytest.mark.parametrize("flood", FLOODS)
+@pytest.mark.parametrize(
+    "flood",
+    [
+        pytest.param(flood, marks=[pytest.mark.slow] if flood in ("long names", "many dimensions") else [])
+        for flood in FLOODS
+    ],
+)
 def test_a_flood_of_names_is_bounded_and_refused(flood: str) -> None:
     parley = Parley(2)
     unbounded(parley, 1)

@@ -31,7 +31,11 @@ from totalreduce.testing import run_ranks
 
 SIZES = [1, 2, 3, 4, 5, 8]
 WORLDS = [*((size, "inproc") for size in SIZES), *((size, kind) for kind in ("shm", "tcp") for size in (2, 4))]
-worlds = pytest.mark.parametrize(("size", "transport"), WORLDS)
+#: Four ranks are tried over two other transports.
+worlds = pytest.mark.parametrize(
+    ("size", "transport"),
+    [pytest.param(*world, marks=[pytest.mark.slow] * (world == (4, "inproc"))) for world in WORLDS],
+)
 some_worlds = pytest.mark.parametrize(("size", "transport"), [(2, "inproc"), (3, "inproc"), (5, "inproc"), (2, "tcp")])
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -829,7 +833,10 @@ def test_a_barrier_that_has_failed_is_not_waited_for_again(of_group: bool) -> No
 @pytest.mark.parametrize(
     ("size", "transport", "divisor"),
     [
-        *(pytest.param(*world, "world", marks=[pytest.mark.slow] * (world == (8, "inproc"))) for world in WORLDS),
+        *(
+            pytest.param(*world, "world", marks=[pytest.mark.slow] * (world in ((4, "inproc"), (8, "inproc"))))
+            for world in WORLDS
+        ),
         *((size, "inproc", "active") for size in (2, 3, 5)),
         (2, "tcp", "active"),
     ],

@@ -92,7 +92,8 @@ INTEGERS = [torch.int32, torch.int64]
 
 
 @pytest.mark.parametrize(
-    "world_size", [size if size not in (5, 7) else pytest.param(size, marks=pytest.mark.slow) for size in WORLD_SIZES]
+    "world_size",
+    [size if size not in (3, 5, 7) else pytest.param(size, marks=pytest.mark.slow) for size in WORLD_SIZES],
 )
 def test_no_bit_of_an_allreduce_depends_on_the_lane(world_size: int) -> None:
     """Small tensors and large ones, in memory of their own and in shared memory.
@@ -127,16 +128,20 @@ def blocks_of(group: Group, sizes: list[int], dtype: torch.dtype, memory: str) -
     return list(tensor.zero_().split(sizes))
 
 
-WHERE = [(memory, size) for memory in ("apart", "together", "shared") for size in (2, 3)]
-
-
 @pytest.mark.parametrize(
     ("memory", "world_size"),
     [
-        *WHERE,
+        ("shared", 2),
+        ("apart", 3),
         ("apart", 1),
         ("together", 4),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("shared", 5), ("apart", 7), ("shared", 8))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *(("apart", 2), ("together", 2), ("together", 3), ("shared", 3)),
+                *(("shared", 5), ("apart", 7), ("shared", 8)),
+            )
+        ),
     ],
 )
 def test_no_bit_of_blocks_depends_on_the_lane(memory: str, world_size: int) -> None:

@@ -305,7 +305,7 @@ def test_sparse_adam_without_a_model_and_nobody_with_a_gradient() -> None:
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("divisor", ["world", "active"])
 @pytest.mark.parametrize("overlap", ["backward", "iterations"])
-@pytest.mark.parametrize("world_size", EVERY_SIZE)
+@pytest.mark.parametrize("world_size", [*EVERY_SIZE[:-1], pytest.param(EVERY_SIZE[-1], marks=pytest.mark.slow)])
 def test_uneven_data(door: str, divisor: str, overlap: str, world_size: int) -> None:
     """Rank r has r + 1 batches; those who are through lend zeros, and the last rank is known to all."""
     data = batches(world_size, size=4)

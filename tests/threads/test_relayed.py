@@ -97,7 +97,7 @@ def test_no_bit_depends_on_the_relay(world_size: int, taken: list[str]) -> None:
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize(("world_size", "seed"), [(2, 1), (3, 2), (4, 3), (7, 4)])
+@pytest.mark.parametrize(("world_size", "seed"), [(2, 1), (3, 2), (4, 3), pytest.param(7, 4, marks=pytest.mark.slow)])
 def test_operations_in_any_order_beside_those_of_the_engine(world_size: int, seed: int, taken: list[str]) -> None:
     """Names, types, sizes and priorities by chance; every rank submits and waits in an order of its own."""
     chance = random.Random(seed)
