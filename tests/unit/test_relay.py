@@ -1,6 +1,7 @@
 """The relay over two TCP transports, driven step by step by one thread: which message is next, and who reads it."""
 
 import contextlib
+import dataclasses
 import random
 from array import array
 from collections import deque
@@ -152,6 +153,49 @@ def test_a_message_is_added_and_goes_on(pair):
     assert sum(each.bytes_out for each in user.traffic) == 2 * (64 + 2000)
     assert user.inbox == [1], "the rank itself has seen no message of it"
     assert not user.relay.is_busy()
+
+
+def sums_task(number, buffer, *, lanes, handed=()):
+    """Return a task whose lanes add what comes to 1,000 bytes each, not in the tensor, and send the sums."""
+    made = task(number, [row(words.COMBINE, 0, 0, 1000), row(words.SEND, 1, 0, 1000)], buffer)
+    rows = [
+        array(
+            "q",
+            [
+                *(words.COMBINE, 0, 0, 0, 1000 * lane, 1000, words.OF_SUMS, 1024 * lane),
+                *(words.SEND, 1, 0, 0, 1000 * lane, 1000, words.OF_SUMS, 1024 * lane),
+            ],
+        )
+        for lane in range(lanes)
+    ]
+    sums = {(0, lane): lane for lane in range(lanes)}
+    plan = dataclasses.replace(made.plan, rows=rows, lanes=words.lanes_of(rows), sums=sums, sum_bytes=1024)
+    positions = [(2, 1) if lane in dict(handed) else (0, 1) for lane in range(lanes)]
+    return made._replace(plan=plan, positions=positions, sums=[(lane, memoryview(body)) for lane, body in handed])
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_sums_outside_the_tensor_have_memory_until_they_have_left(pair, at_once):
+    """Also a sum that was handed over, here that of lane 2. The memory of one that has left is that of the next one."""
+    user, peer = pair
+    arrived = accept_all(peer)
+    lanes, handed = 8, np.full(250, 77, np.float32)
+    mine = np.arange(250 * lanes, dtype=np.float32)
+    buffer = mine.copy()
+    user.waiting.append(sums_task(9, buffer, lanes=lanes, handed=[(2, handed.tobytes())]))
+    expected = [handed.tobytes()]
+    turn(pair, lambda: [body for _, _, body in arrived] == expected)
+    for lane in [lane for lane in range(lanes) if lane != 2]:
+        theirs = np.full(250, 1000 * lane, np.float32)
+        peer.post_bulk(Part(9, 0, theirs, lane=lane))
+        expected.append((mine[250 * lane : 250 * (lane + 1)] + theirs).tobytes())
+        if not at_once:
+            turn(pair, lambda: len(arrived) == len(expected))
+    turn(pair, lambda: user.ended == [9] and len(arrived) == lanes)
+    assert [body for _, _, body in arrived] == expected
+    np.testing.assert_array_equal(buffer, mine)
+    used = user.relay_has[9].touched_bytes
+    assert used == 1024 if not at_once else 1024 <= used <= 1024 * lanes
 
 
 @pytest.mark.parametrize(

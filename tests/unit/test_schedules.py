@@ -502,6 +502,8 @@ def test_pieces_of_a_chain() -> None:
     assert pipeline_pieces(2, 1 << 30, 65536) == 40
     assert pipeline_pieces(10, 1 << 30, 65536) == 320
     assert pipeline_pieces(10, 200_000, 65536) == 3
+    assert pipeline_pieces(8, 16 << 20, 65536) == 110  # the root of 6 * 16 MiB / 8 KiB
+    assert pipeline_pieces(8, 16 << 10, 64) == 110
     assert pipeline_pieces(10, 0, 65536) == pipeline_pieces(1, 0, 65536) == 1
 
 

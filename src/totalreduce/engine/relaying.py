@@ -39,6 +39,10 @@ _RECEIVE: Final = {
 }
 
 
+#: The length of a line of the processor's cache.
+_LINE_BYTES: Final = 64
+
+
 class Order(NamedTuple):
     """The place of a message among those that wait; the most urgent one has the smallest priority.
 
@@ -68,8 +72,8 @@ class RelayPlan:
         itemsize: The bytes of an element.
         reduction: How contributions are combined (``kernels.element_types``).
         divisor: Of an average; otherwise 1.
-        sums: Where the unfinished sums begin that are not kept in the tensor, by buffer and lane.
-        sum_bytes: The length of all unfinished sums that are not kept in the tensor.
+        sums: The numbers of the unfinished sums that are not kept in the tensor, by buffer and lane.
+        sum_bytes: The length of the longest of these sums, or a little more.
     """
 
     peers: tuple[int, ...]
@@ -96,7 +100,7 @@ class RelayTask(NamedTuple):
         order: The place of its messages among those that wait.
         buffers: The bytes of the operation, as in ``engine.operation``.
         positions: By lane: the index of the next row that receives, and of the next one that sends.
-        sums: Unfinished sums that are there already: the first byte among those of the plan, and the bytes.
+        sums: Unfinished sums that are there already: the number, as in the plan, and the bytes.
         owner: A value of the user.
     """
 
@@ -269,6 +273,8 @@ def _plan(layout: OperationLayout, bulk_peers: frozenset[int], eager_bytes: int)
     receives = [action for action in program.actions if isinstance(action, Receive)]
     if any(action.onto_partial for action in receives):
         return None
+    if layout.keeps_partials and not layout.sends_partials_once:
+        return None  # a sum would give its slot back when a part of it has been sent
     can_add = not signature.dtype.is_half and has_code(signature.dtype, signature.reduction)
     if not can_add and any(action.mode is not Mode.REPLACE for action in receives):
         return None
@@ -288,7 +294,7 @@ def _plan(layout: OperationLayout, bulk_peers: frozenset[int], eager_bytes: int)
         itemsize=signature.dtype.itemsize,
         reduction=REDUCTIONS.get(signature.reduction, SUM),
         divisor=len(layout.ranks) if signature.reduction is ReduceOp.AVG else 1,
-        sums=sums.starts,
+        sums=sums.numbers,
         sum_bytes=sums.num_bytes,
     )
 
@@ -303,27 +309,25 @@ def _following(rows: array[int]) -> list[tuple[int, int]]:
 
 
 class _Sums:
-    """Where the unfinished sums of an operation are that are not kept in its tensor: one after the other.
+    """The unfinished sums of an operation that are not kept in its tensor.
 
     Attributes:
-        starts: By buffer and lane: the first byte.
-        num_bytes: The length of all.
+        numbers: By buffer and lane: the number of the sum.
+        num_bytes: The length of the longest sum, rounded up so that each begins with a line of the cache.
     """
 
     def __init__(self, layout: OperationLayout) -> None:
         self._layout = layout
-        self.starts: dict[tuple[int, int], int] = {}
-        self.num_bytes = 0
+        self.numbers: dict[tuple[int, int], int] = {}
+        longest = max(layout.accumulator_bytes(buffer, 0) for buffer in range(len(layout.sizes)))
+        self.num_bytes = _LINE_BYTES * max(1, -(-longest // _LINE_BYTES))
 
     def place(self, lane: int, region: Region, *, partial: bool) -> tuple[int, int]:
         """Return the buffer and the first byte of a region: of the unfinished sums, if they are kept apart."""
         if not partial or not self._layout.keeps_partials:
             return region.buffer, region.start
-        key = region.buffer, lane
-        if key not in self.starts:
-            self.starts[key] = self.num_bytes
-            self.num_bytes += self._layout.accumulator_bytes(region.buffer, lane)
-        return words.OF_SUMS, self.starts[key] + region.wide_start
+        number = self.numbers.setdefault((region.buffer, lane), len(self.numbers))
+        return words.OF_SUMS, number * self.num_bytes + region.wide_start
 
 
 def _row(sums: _Sums, peers: tuple[int, ...], lane: int, action: Action, region: Region | None) -> tuple[int, ...]:

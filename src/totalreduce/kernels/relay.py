@@ -123,16 +123,21 @@ IS_PROMOTED, HAS_FAILED, LANES_LEFT = 0, 1, 2
 PRIORITY, SEQUENCE = 3, 4
 #: The element type, the length of an element, the reduction, and the divisor of an average (``element_types``).
 KIND, ITEMSIZE, REDUCTION, DIVISOR = 5, 6, 7, 8
-#: The address of the addresses of its buffers, and the address of its unfinished sums.
-BUFFERS, SUMS = 9, 10
-OPERATION_WORDS: Final = 11
+#: The address of the addresses of its buffers.
+BUFFERS = 9
+#: The memory for unfinished sums that are not kept in the tensor: slots of ``SUM_BYTES`` each. A sum has a slot from
+#: when its message begins to arrive until it has been sent. The address of the slots, the length of each, the address
+#: of the number of the slot of each sum (-1: it has none), the address of a stack of the free slots, their number, and
+#: the smallest number of free slots that there was.
+SUMS, SUM_BYTES, SLOTS, FREE_SLOTS, NUM_FREE, FEWEST_FREE = 10, 11, 12, 13, 14, 15
+OPERATION_WORDS: Final = 16
 
 # ---------------------------------------------------------------------------------------------------- words of a row
 
 #: What it does (below), the step of the message, the number of the peer, the buffer, the first byte, and the length.
 ACTION, STEP, ROW_PEER, BUFFER, START, LENGTH_BYTES = 0, 1, 2, 3, 4, 5
-#: Where a sum is written, and where a message is sent from: the number of the buffer, and the first byte. The buffer
-#: ``OF_SUMS`` has the unfinished sums that are not kept in the tensor.
+#: Where a sum is written, and where a message is sent from: the number of the buffer, and the first byte. In the buffer
+#: ``OF_SUMS``, which has the unfinished sums, each sum has ``SUM_BYTES`` bytes, whichever slot it is in.
 INTO, INTO_START = 6, 7
 OF_SUMS: Final = -1
 ROW_WORDS: Final = 8

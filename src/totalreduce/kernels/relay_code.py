@@ -91,11 +91,39 @@ def _row(block: Words, lane: Any, index: Any) -> Any:
 
 @compiled
 def _address(block: Words, lane: Any, buffer: Any, start: Any) -> Any:
-    """Return the address of a byte of a buffer, or of the unfinished sums."""
+    """Return the address of a byte of a buffer, or of an unfinished sum that has a slot."""
     operation = _operation(block, lane)
     if buffer == w.OF_SUMS:
-        return int64(block[operation + w.SUMS] + start)
+        length = block[operation + w.SUM_BYTES]
+        slot = int64_at(block[operation + w.SLOTS])[start // length]
+        return int64(block[operation + w.SUMS] + slot * length + start % length)
     return int64(int64_at(block[operation + w.BUFFERS])[buffer] + start)
+
+
+@compiled
+def _take_slot(block: Words, lane: Any, row: Words) -> None:
+    """Give the unfinished sum into which a row receives a slot: the one that was used last, which is in the cache."""
+    if row[w.INTO] != w.OF_SUMS:
+        return
+    operation = _operation(block, lane)
+    slots, number = int64_at(block[operation + w.SLOTS]), row[w.INTO_START] // block[operation + w.SUM_BYTES]
+    if slots[number] < 0:
+        left = block[operation + w.NUM_FREE] - 1
+        slots[number] = int64_at(block[operation + w.FREE_SLOTS])[left]
+        block[operation + w.NUM_FREE] = left
+        block[operation + w.FEWEST_FREE] = min(left, block[operation + w.FEWEST_FREE])
+
+
+@compiled
+def _give_slot_back(block: Words, lane: Any, row: Words) -> None:
+    """Let another sum have the slot of the one that a row has sent, which is sent once."""
+    if row[w.INTO] != w.OF_SUMS:
+        return
+    operation = _operation(block, lane)
+    slots, number = int64_at(block[operation + w.SLOTS]), row[w.INTO_START] // block[operation + w.SUM_BYTES]
+    int64_at(block[operation + w.FREE_SLOTS])[block[operation + w.NUM_FREE]] = slots[number]
+    block[operation + w.NUM_FREE] += 1
+    slots[number] = -1
 
 
 @compiled
@@ -224,6 +252,7 @@ def _begin_body(block: Words, at: Any) -> None:
     lane = _lane(number)
     row = _row(block, lane, block[lane + w.RECEIVES])
     block[at + w.IN_LANE] = number
+    _take_slot(block, lane, row)
     block[at + w.IN_AT] = _address(block, lane, row[w.INTO], row[w.INTO_START])
     block[at + w.IN_LOCAL] = _address(block, lane, row[w.BUFFER], row[w.START])
     block[at + w.IN_LEFT], block[at + w.IN_WAITING] = row[w.LENGTH_BYTES], 0
@@ -442,6 +471,7 @@ def _write(block: Words, at: Any, connection: Any) -> Any:
             block[at + w.MESSAGES_OUT] += 1
             if number >= 0:
                 lane = _lane(number)
+                _give_slot_back(block, lane, _row(block, lane, block[lane + w.SENDS]))
                 block[lane + w.SENDS] = _next_of(block, lane, block[lane + w.SENDS] + 1, True)
                 _note_end(block, lane)
             else:

@@ -29,7 +29,7 @@ __all__ = ["Relay", "RelaySettings", "RelayUser", "RelayedOperation"]
 
 #: The memory for a part of a body that is to be added: it stays in the second-level cache.
 _WINDOW_BYTES: Final = 256 * 1024
-#: How many memories for unfinished sums are kept, and how long they are at most.
+#: How many memories for unfinished sums are kept, and how long the used part of each is at most.
 _KEPT_MAX: Final = 4
 _KEPT_BYTES_MAX: Final = 32 * 1024 * 1024
 #: The words that all lanes of an operation have alike.
@@ -91,7 +91,7 @@ class RelayedOperation:
         lanes: The numbers of its lanes in the words.
         comes_by: The connections by which its messages come.
         leaves_by: Those by which they leave.
-        sums: Unfinished sums that are not kept in the tensor.
+        sums: The slots of the unfinished sums that are not kept in the tensor.
         is_removed: Whether the relay has it no more, so that its number and its lanes may be those of another one.
     """
 
@@ -109,6 +109,7 @@ class RelayedOperation:
         self.comes_by, self.leaves_by = routes
         self.is_removed = False
         self.sums: Array | None = None
+        self._slots: Array | None = None
         self._words, self._failed = words, failed
         self._at = w.OPERATIONS_AT + number * w.OPERATION_WORDS
         buffers = [0 if view is None or not len(view) else address_of(view) for view in task.buffers]
@@ -119,6 +120,26 @@ class RelayedOperation:
     def has_ended(self) -> bool:
         """Whether all its messages have come and left."""
         return bool(self._words[self._at + w.LANES_LEFT] == 0)
+
+    def keep_sums_in(self, memory: Array) -> None:
+        """Keep the unfinished sums in slots of this memory, and those there that were handed over."""
+        words, at, plan, sums = self._words, self._at, self.task.plan, self.task.sums
+        count, length = len(plan.sums), plan.sum_bytes
+        self.sums = memory
+        self._slots = slots = np.full((2, count), -1)  # by number: the slot of a sum; and the free slots
+        slots[1] = np.arange(count - 1, -1, -1)  # the first one lies on top
+        for slot, (number, view) in enumerate(sums):
+            slots[0, number] = slot
+            memory[slot * length : slot * length + len(view)] = np.frombuffer(view, np.uint8)
+        words[at + w.SUMS], words[at + w.SUM_BYTES] = address_of(memory.data), length
+        words[at + w.SLOTS], words[at + w.FREE_SLOTS] = (address_of(row.data) for row in slots)
+        words[at + w.NUM_FREE] = words[at + w.FEWEST_FREE] = count - len(sums)
+
+    @property
+    def touched_bytes(self) -> int:
+        """How long the part of the slots is that has been used."""
+        plan = self.task.plan
+        return (len(plan.sums) - int(self._words[self._at + w.FEWEST_FREE])) * plan.sum_bytes
 
     def promote(self) -> None:
         """Send its messages before those of operations that are not promoted."""
@@ -457,13 +478,10 @@ class Relay:
         words[at + w.REDUCTION], words[at + w.DIVISOR] = plan.reduction, plan.divisor
         routes = {line for line in comes_by if line is not None}, {line for line in leaves_by if line is not None}
         operation = self._operations[number] = RelayedOperation(words, self._failed, task, number, lanes, routes)
-        if plan.sum_bytes:
-            operation.sums = self._sums.pop(plan.sum_bytes, None)
-            if operation.sums is None:
-                operation.sums = np.empty(plan.sum_bytes, np.uint8)
-            for start, view in task.sums:
-                operation.sums[start : start + len(view)] = np.frombuffer(view, np.uint8)
-            words[at + w.SUMS] = address_of(operation.sums.data)
+        if plan.sums:
+            num_bytes = len(plan.sums) * plan.sum_bytes
+            memory = self._sums.pop(num_bytes, None)
+            operation.keep_sums_in(np.empty(num_bytes, np.uint8) if memory is None else memory)
         words[at + w.LANES_LEFT] = self._write_lanes(operation, comes_by, leaves_by)
         words[w.NUM_LANES] = max(words[w.NUM_LANES], lanes[-1] + 1)
         return operation
@@ -502,7 +520,7 @@ class Relay:
         for line in operation.comes_by | operation.leaves_by:
             if self._lines.get(line.connection) is not line:
                 self._free_number(line)
-        if operation.sums is not None and operation.has_ended and len(operation.sums) <= _KEPT_BYTES_MAX:
+        if operation.sums is not None and operation.has_ended and operation.touched_bytes <= _KEPT_BYTES_MAX:
             self._sums[len(operation.sums)] = operation.sums
             if len(self._sums) > _KEPT_MAX:
                 del self._sums[next(iter(self._sums))]
