@@ -114,7 +114,8 @@ def test_wrong_schedule(
 
 @pytest.mark.parametrize("kind", [OpKind.REDUCE, OpKind.REDUCE_SCATTER])
 def test_sums_that_are_kept_where_nobody_may_write(kind: OpKind, monkeypatch: pytest.MonkeyPatch) -> None:
-    for algorithm in algorithms_of(kind):
+    # Of the direct reduce only the root keeps sums, and it may.
+    for algorithm in {*algorithms_of(kind)} - ({DIRECT} if kind is OpKind.REDUCE else set()):
         careless = faults.changed(kind, algorithm, faults.unchanged, preserves=False)
         monkeypatch.setattr("totalreduce.engine.planner.program_for", careless)
         with pytest.raises(ConformanceError, match="changed its inputs" if kind is OpKind.REDUCE_SCATTER else WRONG):

@@ -119,6 +119,34 @@ def test_no_bit_of_an_allreduce_depends_on_the_lane(world_size: int) -> None:
     compare(world_size, results_of)
 
 
+@pytest.mark.parametrize(
+    "world_size", [size if size in (1, 2, 4) else pytest.param(size, marks=pytest.mark.slow) for size in WORLD_SIZES]
+)
+def test_no_bit_of_a_reduce_depends_on_the_lane(world_size: int) -> None:
+    """By the order of either schedule, small and in pieces, staged and read in place. Only the root's tensor changes."""
+
+    def results_of(group: Group) -> list[torch.Tensor]:
+        results = []
+        for dtype, op in ((torch.float32, ReduceOp.AVG), (torch.bfloat16, ReduceOp.SUM), (torch.int64, ReduceOp.MIN)):
+            for size, schedule in itertools.product((0, 1, 1000, 200_001, 900_001), ("chain", "direct")):
+                for root in {0, world_size - 1}:
+                    tensor = values_of(group.rank, size, dtype)
+                    before = tensor.clone()
+                    if size == 200_001:
+                        tensor = group.empty(size, dtype=dtype).copy_(tensor)
+                    name = f"{dtype} {size} {schedule} {root}"
+                    group.reduce(tensor, root=root, op=op, name=name, schedule=schedule).wait()
+                    if group.rank != root:
+                        assert torch.equal(tensor, before)
+                    results.append(tensor.clone())
+                    if group.rank == root and dtype is torch.int64:
+                        expected = torch.stack([values_of(rank, size, dtype) for rank in range(world_size)]).amin(dim=0)
+                        assert torch.equal(tensor, expected)
+        return results
+
+    compare(world_size, results_of)
+
+
 def blocks_of(group: Group, sizes: list[int], dtype: torch.dtype, memory: str) -> list[torch.Tensor]:
     """Return tensors of these sizes: apart, or one after the other in usual or in shared memory."""
     if memory == "apart":

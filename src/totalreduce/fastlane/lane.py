@@ -32,6 +32,10 @@ __all__ = ["Carriage", "FastLane"]
 
 #: Operations of which every rank's part is its own block.
 _GATHERINGS: Final = frozenset({OpKind.ALLGATHER, OpKind.BROADCAST})
+#: Operations of which every rank gets its own part only. All of a reduce is the root's part.
+_SCATTERINGS: Final = frozenset({OpKind.REDUCE_SCATTER, OpKind.REDUCE})
+#: Operations in which only the root's block has elements.
+_ROOTED: Final = frozenset({OpKind.BROADCAST, OpKind.REDUCE})
 #: How often a rank that has a core of its own looks again: about 0.2 ms.
 _SPINS = 4000
 #: How long a rank that shares its core lets others have it before it sleeps, in nanoseconds. Measured with 4 ranks on
@@ -93,12 +97,12 @@ class _Plan:
         count, blocks = signature.num_elements, signature.sizes
         self.ranks, self.has_blocks = layout.ranks, bool(blocks)
         me = self._me = layout.ranks.index(rank)
-        if signature.kind is OpKind.BROADCAST:
+        if signature.kind in _ROOTED:
             blocks = tuple(count if index == signature.root else 0 for index in range(size))
         adds = self._adds = signature.kind not in _GATHERINGS
         published = self._published = (count if adds else blocks[me]) * itemsize
         self.publishes = published > 0
-        gathers = signature.kind is not OpKind.REDUCE_SCATTER
+        gathers = signature.kind not in _SCATTERINGS
         # A reduce-scatter's blocks lie one after the other where other ranks read them; a gathering's lie alone.
         offsets = list(itertools.accumulate(blocks[:-1], initial=0)) if adds else [0] * size
         self._offsets = [offset * itemsize for offset in offsets]
@@ -527,7 +531,7 @@ class FastLane:
             return True
         if program.contributions is None or not self._adds(layout):
             return False
-        if kind is OpKind.REDUCE_SCATTER:
+        if kind in _SCATTERINGS:
             return True
         return (
             kind is OpKind.ALLREDUCE

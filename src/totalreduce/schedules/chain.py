@@ -75,6 +75,7 @@ SCHEDULES = (
             partial_sums=at.world_size > 2,
             preserves=at.rank != at.root,
             pipeline_ranks=at.world_size,
+            contributions=lambda _: [(at.root - 1 - distance) % at.world_size for distance in range(at.world_size)],
         ),
         cost=lambda work: _cost(work, consent=False),
         route=routes_of_neighbours(1.0),

@@ -1,4 +1,4 @@
-"""Direct messages between all pairs: alltoall, gather, scatter; and reduce-scatter, allgather, allreduce in one hop.
+"""Direct messages between all pairs: alltoall, gather, scatter; reductions and allgather in one hop.
 
 Destinations are rotated (rank r begins with r+1), so that not everybody sends to rank 0 first, and an alltoall is
 throttled: a rank is at most ``WINDOW`` steps ahead of what it has received, so that one receiver's link is not flooded
@@ -23,6 +23,7 @@ __all__ = [
     "cost",
     "direct_allgather",
     "direct_allreduce",
+    "direct_reduce",
     "direct_reduce_scatter",
     "gather",
     "half_cost",
@@ -83,13 +84,13 @@ def send_receive(rank: int, world_size: int, root: int) -> Schedule:  # noqa: AR
         yield Receive(root, 0, 0)
 
 
-def _combine(rank: int, world_size: int, into: int | None) -> Schedule:
+def _combine(rank: int, world_size: int, chunk: int, into: int | None) -> Schedule:
     for distance in range(1, world_size):
         mode = Mode.COMBINE_LAST if distance == world_size - 1 else Mode.COMBINE
         yield Receive(
             (rank - distance) % world_size,
             0,
-            rank,
+            chunk,
             mode,
             onto_partial=distance > 1,
             into=into if mode is Mode.COMBINE_LAST else None,
@@ -101,7 +102,15 @@ def direct_reduce_scatter(rank: int, world_size: int) -> Schedule:
     for distance in range(1, world_size):
         target = (rank + distance) % world_size
         yield Send(target, 0, target)
-    yield from _combine(rank, world_size, world_size)
+    yield from _combine(rank, world_size, rank, world_size)
+
+
+def direct_reduce(rank: int, world_size: int, root: int) -> Schedule:
+    """Yield the actions of one lane: the root adds the tensors of all others, and nobody else adds."""
+    if rank != root:
+        yield Send(root, 0, 0)
+    else:
+        yield from _combine(root, world_size, 0, None)
 
 
 def direct_allgather(rank: int, world_size: int) -> Schedule:
@@ -118,7 +127,7 @@ def direct_allreduce(rank: int, world_size: int) -> Schedule:
     for distance in range(1, world_size):
         target = (rank + distance) % world_size
         yield Send(target, 0, target)
-    yield from _combine(rank, world_size, None)
+    yield from _combine(rank, world_size, rank, None)
     yield from direct_allgather(rank, world_size)
 
 
@@ -147,6 +156,12 @@ def _allreduce_cost(work: Workload) -> Cost | None:
     if not _is_candidate(work) or work.num_bytes > _ALLREDUCE_BYTES_MAX:
         return None
     return cost(work.world_size, work.num_bytes, shared=work.shared)
+
+
+def _reduce_cost(work: Workload) -> Cost | None:
+    """One hop, and all bytes reach the root, whose memory the others' bytes pass once if they are ``shared``."""
+    others = work.world_size - 1
+    return Cost(1, float(others * work.num_bytes), max(0, others - 1)) if _is_candidate(work) else None
 
 
 def _half_cost(work: Workload) -> Cost | None:
@@ -198,6 +213,19 @@ SCHEDULES = (
         ),
         cost=_half_cost,
         route=_BETWEEN_ALL,
+    ),
+    ScheduleSpec(
+        kind=OpKind.REDUCE,
+        name=Algorithm.DIRECT,
+        make=lambda at: compile_program(
+            direct_reduce(at.rank, at.world_size, at.root),
+            1,
+            partial_sums=at.world_size > 2,
+            preserves=at.rank != at.root,
+            contributions=lambda _: [(at.root - distance) % at.world_size for distance in range(at.world_size)],
+        ),
+        cost=_reduce_cost,
+        route=_WITH_ROOT,
     ),
     ScheduleSpec(
         kind=OpKind.GATHER,

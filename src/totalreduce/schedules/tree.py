@@ -170,6 +170,7 @@ SCHEDULES = (
             preserves=at.rank != at.root,
             pipeline_ranks=at.world_size,
         ),
-        cost=lambda work: binomial_cost(work.world_size, work.num_bytes),
+        # In shared memory for the same reason as above.
+        cost=lambda work: None if work.shared else binomial_cost(work.world_size, work.num_bytes),
     ),
 )
