@@ -524,7 +524,9 @@ def test_a_slot_used_twice_is_refused(kind: type) -> None:
 
 
 def test_a_schedule_that_there_is_not() -> None:
-    with pytest.raises(ConfigurationError, match="reduce has no schedule 'ring'; there is tree, chain, direct, and auto"):
+    with pytest.raises(
+        ConfigurationError, match="reduce has no schedule 'ring'; there is tree, chain, direct, and auto"
+    ):
         program_for(OpKind.REDUCE, Algorithm.RING, 0, 4)
 
 

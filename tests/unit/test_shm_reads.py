@@ -14,7 +14,7 @@ from totalreduce.transports.shm_memory import SAMPLE_WORD
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_ranks_that_have_met_can_read_each_other(count):
-    with Host(count) as host:
+    with Host(count, process_reads=True) as host:
         tensor = np.ones(1000, np.uint8)
         for number, rank in enumerate(host.ranks):
             others = set(range(count)) - {number}
@@ -47,9 +47,14 @@ def test_one_rank_that_forbids_it_is_enough(forbidden):
         rank.close(1.0)
 
 
+def test_nobody_reads_unless_that_is_wanted():
+    with Host(2) as host:
+        assert [rank.boards.processes for rank in host.ranks] == [{}, {}]
+
+
 def test_a_sample_with_another_value_is_another_process():
     """A rank may announce an address that has something else in this rank's view: no number of a process is taken."""
-    with Host(2, meet=False) as host:
+    with Host(2, meet=False, process_reads=True) as host:
         host.ranks[0]._outbox.words[SAMPLE_WORD + 1] ^= 1
         host.move(until=lambda: all(rank.connected_peers() for rank in host.ranks))
         assert not host.ranks[1].boards.processes
@@ -60,7 +65,7 @@ def test_a_sample_with_another_value_is_another_process():
 
 
 def test_memory_that_the_system_does_not_read():
-    with Host(2) as host:
+    with Host(2, process_reads=True) as host:
         page = mmap.PAGESIZE
         memory = mmap.mmap(-1, 2 * page)
         address = np.frombuffer(memory, np.uint8).ctypes.data

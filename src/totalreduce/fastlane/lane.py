@@ -43,11 +43,10 @@ _SPINS = 4000
 _YIELD_NS = 500_000
 #: How often pieces are moved before other operations get their turn: some milliseconds.
 _PIECES_AT_A_TIME = 32
-#: What the other ranks read of a rank is staged if it is shorter than this and does not lie in shared memory. Measured
-#: with four ranks: staged or not, the same time at 4 MiB, and 1.2 times as long staged at 16 and 64 MiB.
+#: Where the user lets ranks read each other's process: what the other ranks read of a rank is staged if it is shorter
+#: than this and does not lie in shared memory. Design 0009 says why that is not the default.
 _UNSTAGED_BYTES_MIN = 3 * 1024 * 1024
-#: The same for two ranks, whose staged pieces mostly stay in the caches. Measured staged and not staged: 1.1 and 2.8 ms
-#: at 8 MiB, 2.5 and 3.7 at 16, 8 and 13 at 64; but 35 and 20 at 64 where other programs filled the third-level cache.
+#: The same for two ranks, whose staged pieces mostly stay in the caches.
 _UNSTAGED_BYTES_MIN_OF_TWO = 24 * 1024 * 1024
 #: The bytes of the tensor of an operation, or of its blocks. In the kinds that the lane takes no rank lacks a block.
 _Buffers = Sequence[memoryview | None]

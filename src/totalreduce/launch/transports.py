@@ -221,7 +221,7 @@ def _over_sockets(request: JoinRequest) -> Transport:
             local = shm.ShmTransport(
                 *(world.rank, neighbours, shm_listener, identity, request.tcp),
                 board_bytes=request.board_bytes,
-                process_reads=request.settings.process_reads is not False,
+                process_reads=request.settings.process_reads is True,
             )
         if tcp_listener is not None and (local is None or None in neighbours):
             addresses = [(member.address, member.port) for member in members]

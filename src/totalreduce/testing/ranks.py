@@ -124,6 +124,7 @@ def _transports(
                 max_body_bytes=body_bytes,
                 pool_bytes=_POOL_BYTES,
                 board_bytes=BOARD_BYTES if engine.has_fast_lane else 0,
+                process_reads=True,
             )
             for rank, (sock, _) in enumerate(sockets)
         ]

@@ -56,7 +56,7 @@ class ShmTransport(Transport):
         max_body_bytes: int = 1024 * 1024,
         pool_bytes: int = _POOL_BYTES,
         board_bytes: int = 0,
-        process_reads: bool = True,
+        process_reads: bool = False,
     ) -> None:
         """Take over a listening socket.
 
