@@ -101,29 +101,29 @@ def _address(block: Words, lane: Any, buffer: Any, start: Any) -> Any:
 
 
 @compiled
-def _take_slot(block: Words, lane: Any, row: Words) -> None:
-    """Give the unfinished sum into which a row receives a slot: the one that was used last, which is in the cache."""
-    if row[w.INTO] != w.OF_SUMS:
-        return
-    operation = _operation(block, lane)
-    slots, number = int64_at(block[operation + w.SLOTS]), row[w.INTO_START] // block[operation + w.SUM_BYTES]
-    if slots[number] < 0:
+def _slot_of(block: Words, operation: Any, row: Words) -> Words:
+    """Return a pointer to the number of the slot of the unfinished sum that a row receives or sends."""
+    return int64_at(block[operation + w.SLOTS] + 8 * (row[w.INTO_START] // block[operation + w.SUM_BYTES]))
+
+
+@compiled
+def _take_slot(block: Words, operation: Any, row: Words) -> None:
+    """Give an unfinished sum a slot if it has none: the one that was used last, which is in the cache."""
+    slot = _slot_of(block, operation, row)
+    if slot[0] < 0:
         left = block[operation + w.NUM_FREE] - 1
-        slots[number] = int64_at(block[operation + w.FREE_SLOTS])[left]
+        slot[0] = int64_at(block[operation + w.FREE_SLOTS])[left]
         block[operation + w.NUM_FREE] = left
         block[operation + w.FEWEST_FREE] = min(left, block[operation + w.FEWEST_FREE])
 
 
 @compiled
-def _give_slot_back(block: Words, lane: Any, row: Words) -> None:
-    """Let another sum have the slot of the one that a row has sent, which is sent once."""
-    if row[w.INTO] != w.OF_SUMS:
-        return
-    operation = _operation(block, lane)
-    slots, number = int64_at(block[operation + w.SLOTS]), row[w.INTO_START] // block[operation + w.SUM_BYTES]
-    int64_at(block[operation + w.FREE_SLOTS])[block[operation + w.NUM_FREE]] = slots[number]
+def _give_slot_back(block: Words, operation: Any, row: Words) -> None:
+    """Let another sum have the slot of one that was sent. A sum is sent once."""
+    slot = _slot_of(block, operation, row)
+    int64_at(block[operation + w.FREE_SLOTS])[block[operation + w.NUM_FREE]] = slot[0]
     block[operation + w.NUM_FREE] += 1
-    slots[number] = -1
+    slot[0] = -1
 
 
 @compiled
@@ -252,7 +252,8 @@ def _begin_body(block: Words, at: Any) -> None:
     lane = _lane(number)
     row = _row(block, lane, block[lane + w.RECEIVES])
     block[at + w.IN_LANE] = number
-    _take_slot(block, lane, row)
+    if row[w.INTO] == w.OF_SUMS:
+        _take_slot(block, _operation(block, lane), row)
     block[at + w.IN_AT] = _address(block, lane, row[w.INTO], row[w.INTO_START])
     block[at + w.IN_LOCAL] = _address(block, lane, row[w.BUFFER], row[w.START])
     block[at + w.IN_LEFT], block[at + w.IN_WAITING] = row[w.LENGTH_BYTES], 0
@@ -471,7 +472,9 @@ def _write(block: Words, at: Any, connection: Any) -> Any:
             block[at + w.MESSAGES_OUT] += 1
             if number >= 0:
                 lane = _lane(number)
-                _give_slot_back(block, lane, _row(block, lane, block[lane + w.SENDS]))
+                row = _row(block, lane, block[lane + w.SENDS])
+                if row[w.INTO] == w.OF_SUMS:
+                    _give_slot_back(block, _operation(block, lane), row)
                 block[lane + w.SENDS] = _next_of(block, lane, block[lane + w.SENDS] + 1, True)
                 _note_end(block, lane)
             else:
