@@ -123,7 +123,7 @@ def test_no_bit_of_an_allreduce_depends_on_the_lane(world_size: int) -> None:
     "world_size", [size if size in (1, 2, 4) else pytest.param(size, marks=pytest.mark.slow) for size in WORLD_SIZES]
 )
 def test_no_bit_of_a_reduce_depends_on_the_lane(world_size: int) -> None:
-    """By the order of either schedule, small and in pieces, staged and read in place. The others keep theirs."""
+    """By the order of either schedule, small and in pieces, staged and not. Only the root gets the result."""
 
     def results_of(group: Group) -> list[torch.Tensor]:
         results = []

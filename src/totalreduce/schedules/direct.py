@@ -159,7 +159,7 @@ def _allreduce_cost(work: Workload) -> Cost | None:
 
 
 def _reduce_cost(work: Workload) -> Cost | None:
-    """One hop, and all bytes reach the root, whose memory the others' bytes pass once if they are ``shared``."""
+    """One hop, in which the root receives the tensors of all others."""
     others = work.world_size - 1
     return Cost(1, float(others * work.num_bytes), max(0, others - 1)) if _is_candidate(work) else None
 
