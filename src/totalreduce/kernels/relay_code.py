@@ -90,26 +90,26 @@ def _row(block: Words, lane: Any, index: Any) -> Any:
 
 
 @compiled
+def _slot_of(block: Words, operation: Any, start: Any) -> Words:
+    """Return a pointer to the number of the slot of the unfinished sum that has a byte of ``OF_SUMS``."""
+    return int64_at(block[operation + w.SLOTS] + 8 * (start // block[operation + w.SUM_BYTES]))
+
+
+@compiled
 def _address(block: Words, lane: Any, buffer: Any, start: Any) -> Any:
     """Return the address of a byte of a buffer, or of an unfinished sum that has a slot."""
     operation = _operation(block, lane)
     if buffer == w.OF_SUMS:
         length = block[operation + w.SUM_BYTES]
-        slot = int64_at(block[operation + w.SLOTS])[start // length]
+        slot = _slot_of(block, operation, start)[0]
         return int64(block[operation + w.SUMS] + slot * length + start % length)
     return int64(int64_at(block[operation + w.BUFFERS])[buffer] + start)
 
 
 @compiled
-def _slot_of(block: Words, operation: Any, row: Words) -> Words:
-    """Return a pointer to the number of the slot of the unfinished sum that a row receives or sends."""
-    return int64_at(block[operation + w.SLOTS] + 8 * (row[w.INTO_START] // block[operation + w.SUM_BYTES]))
-
-
-@compiled
 def _take_slot(block: Words, operation: Any, row: Words) -> None:
     """Give an unfinished sum a slot if it has none: the one that was used last, which is in the cache."""
-    slot = _slot_of(block, operation, row)
+    slot = _slot_of(block, operation, row[w.INTO_START])
     if slot[0] < 0:
         left = block[operation + w.NUM_FREE] - 1
         slot[0] = int64_at(block[operation + w.FREE_SLOTS])[left]
@@ -120,7 +120,7 @@ def _take_slot(block: Words, operation: Any, row: Words) -> None:
 @compiled
 def _give_slot_back(block: Words, operation: Any, row: Words) -> None:
     """Let another sum have the slot of one that was sent. A sum is sent once."""
-    slot = _slot_of(block, operation, row)
+    slot = _slot_of(block, operation, row[w.INTO_START])
     int64_at(block[operation + w.FREE_SLOTS])[block[operation + w.NUM_FREE]] = slot[0]
     block[operation + w.NUM_FREE] += 1
     slot[0] = -1

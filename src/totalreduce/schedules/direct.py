@@ -97,6 +97,11 @@ def _combine(rank: int, world_size: int, chunk: int, into: int | None) -> Schedu
         )
 
 
+def _order(rank: int, world_size: int) -> list[int]:
+    """Return the ranks in the order in which ``_combine`` adds their contributions on a rank."""
+    return [(rank - distance) % world_size for distance in range(world_size)]
+
+
 def direct_reduce_scatter(rank: int, world_size: int) -> Schedule:
     """Yield the actions of one lane on ``rank``; chunk ``world_size`` is the output."""
     for distance in range(1, world_size):
@@ -186,7 +191,7 @@ SCHEDULES = (
         make=lambda at: compile_program(
             direct_allreduce(at.rank, at.world_size),
             at.world_size,
-            contributions=lambda chunk: [(chunk - distance) % at.world_size for distance in range(at.world_size)],
+            contributions=lambda chunk: _order(chunk, at.world_size),
         ),
         cost=_allreduce_cost,
         route=_BETWEEN_ALL,
@@ -209,7 +214,7 @@ SCHEDULES = (
             chunking=Chunking.BLOCKS,
             partial_sums=at.world_size > 2,
             preserves=True,
-            contributions=lambda chunk: [(chunk - distance) % at.world_size for distance in range(at.world_size)],
+            contributions=lambda chunk: _order(chunk, at.world_size),
         ),
         cost=_half_cost,
         route=_BETWEEN_ALL,
@@ -222,7 +227,7 @@ SCHEDULES = (
             1,
             partial_sums=at.world_size > 2,
             preserves=at.rank != at.root,
-            contributions=lambda _: [(at.root - distance) % at.world_size for distance in range(at.world_size)],
+            contributions=lambda _: _order(at.root, at.world_size),
         ),
         cost=_reduce_cost,
         route=_WITH_ROOT,
