@@ -100,7 +100,7 @@ def test_what_is_said_twice_is_kept_once() -> None:
     for message in frames_that_repeat():
         rack.give(0, 1, message)
     assert engine.outbox.num_answers(0) == 1
-    assert len(engine.table.early._records) == 4
+    assert len(engine.table.early.records) == 4
     assert len(engine.reports.pop()) == 1
     assert engine.table.early._spent[0] < 8192
 
@@ -116,7 +116,7 @@ def test_what_was_said_of_operations_is_used_up_by_submitting_them() -> None:
         rack.run()
         assert [values_of(each) for each in (*first, *second)] == [[turn + 1.0] * 64] * 40
         assert rack.engines[1].table.early._spent[0] == 0
-        assert not rack.engines[1].table.early._records
+        assert not rack.engines[1].table.early.records
 
 
 def test_texts_in_frames_are_cut() -> None:

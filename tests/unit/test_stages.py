@@ -69,8 +69,8 @@ def test_every_stage_is_given_once_and_a_longer_one_if_the_short_ones_are_in_use
     assert sorted(numbers[:-1]) == list(range(LARGEST.stop))
     assert numbers[: SMALLEST.stop] == list(range(SMALLEST.stop))
     assert numbers[-1] is None
-    assert all(stages.has(user) for user in users[:-1])
-    assert not stages.has(users[-1])
+    assert all(user.stage is not None for user in users[:-1])
+    assert users[-1].stage is None
 
 
 def test_a_stage_whose_operation_is_over_serves_another_one() -> None:
@@ -79,11 +79,10 @@ def test_a_stage_whose_operation_is_over_serves_another_one() -> None:
     for user in users:
         give(stages, user, (LARGEST,))
     new = User(is_over=False)
-    assert give(stages, new, (LARGEST,)) == users[3].stage == LARGEST.first + 3
-    assert stages.has(new)
-    assert [stages.has(user) for user in users] == [index != 3 for index in range(len(users))]
+    assert give(stages, new, (LARGEST,)) == new.stage == LARGEST.first + 3
+    assert [user.stage is not None for user in users] == [index != 3 for index in range(len(users))]
     stages.release(users[3])  # which has none any more
-    assert stages.has(new)
+    assert new.stage is not None
     stages.release(new)
     assert stages.find((LARGEST,)) == LARGEST.first + 3
 

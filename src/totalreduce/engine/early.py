@@ -81,20 +81,21 @@ NO_FRAMES = EarlyRecord()
 class EarlyFrames:
     """The control frames about operations that were not submitted here, by operation key (id, iteration)."""
 
-    __slots__ = ("_records", "_spent")
+    __slots__ = ("_spent", "records")
 
     def __init__(self) -> None:
         """Begin without frames."""
-        self._records: dict[_Key, EarlyRecord] = {}
+        #: By operation; empty most of the time.
+        self.records: dict[_Key, EarlyRecord] = {}
         self._spent: dict[int, int] = {}
 
     def of(self, key: _Key) -> EarlyRecord:
         """Return the record of an operation; the caller does not change it."""
-        return self._records.get(key, NO_FRAMES)
+        return self.records.get(key, NO_FRAMES)
 
     def claim(self, key: _Key) -> EarlyRecord:
         """Take out the record of an operation, which is submitted now."""
-        record = self._records.pop(key, None)
+        record = self.records.pop(key, None)
         if record is None:
             return NO_FRAMES
         for peer, cost in record.costs.items():
@@ -144,7 +145,7 @@ class EarlyFrames:
 
     def _charged(self, peer: int, key: _Key, extra: int = 0) -> EarlyRecord:
         """Return the entry of an operation, and count its bytes for the peer whose frame is about it."""
-        record = self._records.get(key)
+        record = self.records.get(key)
         cost = extra if record is not None and peer in record.costs else extra + ENTRY_COST
         if cost:
             spent = self._spent.get(peer, 0) + cost
@@ -155,7 +156,7 @@ class EarlyFrames:
                 )
             self._spent[peer] = spent
         if record is None:
-            record = self._records[key] = EarlyRecord()
+            record = self.records[key] = EarlyRecord()
         if cost:
             record.costs[peer] = record.costs.get(peer, 0) + cost
         return record

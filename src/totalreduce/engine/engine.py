@@ -252,23 +252,22 @@ class Engine:
 
         Returns ``None`` and changes nothing if the operation must be submitted.
         """
-        record = self.table.names.get(op_id)
+        members, table, floating, counters = self.members, self.table, self.reception.floating, self.counters
+        if members.lost is not None or members.closed or members.departed or self.observers:
+            return None
+        record = table.names.get(op_id)
         assert record is not None
-        members, key = self.members, (op_id, record.next_iteration)
+        key = op_id, record.next_iteration
         if (
-            members.lost is not None
-            or members.closed
-            or members.departed
-            or self.observers
-            or record.layout is not layout
-            or (self.table.active and (key[0], preceding(key[1])) in self.table.active)
-            or self.table.early.of(key) is not NO_FRAMES
-            or key in self.reception.floating
+            record.layout is not layout
+            or (table.active and (op_id, preceding(key[1])) in table.active)
+            or key in table.early.records
+            or (floating.total_bytes and key in floating)
         ):
             return None
         record.next_iteration = following(key[1])
-        self.counters.operations += 1
-        self.counters.payload_bytes += layout.num_bytes
+        counters.operations += 1
+        counters.payload_bytes += layout.num_bytes
         return key
 
     def adopt(self, submission: Submission, key: _Key, carriage: Carriage, now: float, *, owner: Any) -> Operation:

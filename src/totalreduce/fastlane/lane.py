@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import itertools
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Final, final
 
@@ -53,6 +54,7 @@ _Buffers = Sequence[memoryview | None]
 #: The address of the tensor; where the other ranks can read it (``exchange.SOURCE``); and the addresses of the blocks,
 #: if the operation has blocks.
 _Place = tuple[int, int, Sequence[int]]
+_NO_PLACE: Final[_Place] = (0, 0, ())
 #: Bits of the word in which ``advance`` says which ranks are to be woken.
 _RANKS_MAX = 62
 
@@ -212,6 +214,8 @@ class Carriage:
         bytes_received: The bytes that this rank reads of the other ranks' memory.
         words: The words of its block (see ``kernels.exchange``); ``address`` is their address.
         buffers: The bytes of its tensors; empty after its end.
+        place: Where these are, or were.
+        placed: Returns the buffer of which that is known, if it is the only one of the operation and still exists.
         given_back: Whether messages carry the operation out after all, or it has failed before all ranks announced it.
         number: The number of its entry.
         plan: What is equal for all operations of its layout.
@@ -236,6 +240,8 @@ class Carriage:
         "operation",
         "other",
         "other_half",
+        "place",
+        "placed",
         "plan",
         "ranks",
         "stage",
@@ -251,10 +257,18 @@ class Carriage:
         self.number, self.ended, self.given_back = number, False, False
         self.stage: int | None = None
         self.other_half = 0
+        self.place: _Place = _NO_PLACE
+        self.placed: Callable[[], memoryview | None] = _no_buffer
         self.ranks, self.layout = plan.ranks, operation.layout
         self.bytes_sent, self.bytes_received = plan.bytes_sent, plan.bytes_received
         self.other: int | None = None
         self.iteration = operation.key[1] + 1  # 0 stands for an entry without an operation
+
+    def lie(self, place: _Place, buffers: _Buffers) -> None:
+        """Write where the buffers of the operation are into the block."""
+        self.plan.write(self.words, place)
+        self.place, buffer = place, None if self.plan.has_blocks else buffers[0]
+        self.placed = _no_buffer if buffer is None else weakref.ref(buffer)
 
     @property
     def has_begun(self) -> bool:
@@ -319,7 +333,8 @@ class FastLane:
         self._stages = Stages()
         #: One operation after the other adds up what it has read from other processes.
         self._fetched = np.empty(PIECES_BYTES_MAX, np.uint8)
-        self._spins = _SPINS if (os.cpu_count() or 1) >= world_size else 0
+        has_core = (os.cpu_count() or 1) >= world_size
+        self._spins, self._yield_ns = (_SPINS, 0) if has_core else (0, _YIELD_NS)
         self.carried: dict[Operation, Carriage] = {}
         self._code = exchange.load()  # the function is in its memory
         self.exchange: exchange.Exchange = self._code.function
@@ -348,7 +363,7 @@ class FastLane:
         words[exchange.ITERATION] = carriage.iteration
         words[exchange.HOME] = _home(operation.key)
         words[exchange.ENTRY] = self._entries_at + number * exchange.ENTRY_BYTES
-        plan.write(words, place)
+        carriage.lie(place, buffers)
         if stage is not None:
             self._use_stage(carriage, stage)
         self._entries[number] = self.carried[operation] = carriage
@@ -413,20 +428,19 @@ class FastLane:
 
     def place_of_next(self, carriage: Carriage, buffers: _Buffers) -> _Place | None:
         """Return where the buffers of the next operation of a name are; ``None`` if that cannot use the carriage."""
-        plan, stage = carriage.plan, carriage.stage
+        plan = carriage.plan
         if not carriage.ended:
             return None
-        if (carriage.given_back or not (plan.is_whole or stage is None)) and not carriage.is_read:
+        if (carriage.given_back or not (plan.is_whole or carriage.stage is None)) and not carriage.is_read:
             return None
-        if not self._has_other(carriage):
+        other = carriage.other
+        if (other is None or self._entries[other] is not carriage) and not self._take_other(carriage):
             return None
-        address = 0 if plan.has_blocks else _address_of(buffers[0])
-        if address and (plan.is_whole or carriage.words[exchange.TENSOR] == address):
-            place: _Place = (address, carriage.words[exchange.SOURCE], ())
-        else:
-            place = plan.place(buffers, self.boards)
+        buffer = buffers[0]
+        is_known = buffer is not None and carriage.placed() is buffer
+        place = carriage.place if is_known else plan.place(buffers, self.boards)
         # Another operation may have the stage now; or the last tensor needed none, because it lay in shared memory.
-        if plan.needs_stage(place[1]) and not self._stages.has(carriage):
+        if carriage.stage is None and plan.needs_stage(place[1]):
             stage = self._free_stage(plan)
             if stage is None:
                 return None
@@ -441,10 +455,8 @@ class FastLane:
         """
         assert carriage.other is not None
         words = carriage.words
-        if place[2]:
-            carriage.plan.write(words, place)
-        else:
-            words[exchange.TENSOR], words[exchange.SOURCE], _ = place
+        if place is not carriage.place:
+            carriage.lie(place, buffers)
         carriage.ended = carriage.given_back = False
         words[exchange.ANNOUNCED] = words[exchange.FOUND] = 0  # the last operation's, until ``restart``
         carriage.buffers, carriage.iteration = buffers, key[1] + 1
@@ -470,23 +482,20 @@ class FastLane:
 
         Returns a result of ``exchange.advance``.
         """
-        words = carriage.words
-        words[exchange.SPINS] = words[exchange.YIELD_NS] = words[exchange.TURNS] = 0
-        return self._advance(carriage, patient=False)
+        return self.advance(carriage, patient=False, turns=0)
 
-    def advance(self, carriage: Carriage, *, patient: bool) -> int:
+    def advance(self, carriage: Carriage, *, patient: bool, turns: int = _PIECES_AT_A_TIME) -> int:
         """Do what can be done for an operation, or a part of it; return a result of ``exchange.advance``.
 
-        ``patient``: this process has nothing else to do, so the function looks again for a while.
+        Args:
+            carriage: The operation.
+            patient: Whether this process has nothing else to do, so that the function looks again for a while.
+            turns: How often pieces are moved at most.
         """
-        words = carriage.words
-        words[exchange.TURNS] = _PIECES_AT_A_TIME
-        words[exchange.SPINS] = self._spins if patient else 0
-        words[exchange.YIELD_NS] = _YIELD_NS if patient and not self._spins else 0
-        return self._advance(carriage, patient=patient)
-
-    def _advance(self, carriage: Carriage, *, patient: bool) -> int:
         words, _buffers = carriage.words, carriage.buffers  # another thread may end the operation meanwhile
+        words[exchange.TURNS] = turns
+        words[exchange.SPINS] = self._spins if patient else 0
+        words[exchange.YIELD_NS] = self._yield_ns if patient else 0
         while True:
             status = self.exchange(exchange.ADVANCE, carriage.address, 0, 0)
             if not words[exchange.WAKE]:
@@ -561,10 +570,8 @@ class FastLane:
                 return number
         return None
 
-    def _has_other(self, carriage: Carriage) -> bool:
-        """Return whether a name has a second entry: the one that it has used in turn, or another one."""
-        if carriage.other is not None and self._entries[carriage.other] is carriage:
-            return True
+    def _take_other(self, carriage: Carriage) -> bool:
+        """Give a name a second entry, which it uses in turn with the first one; return whether one is free."""
         other = self._free_entry(carriage.operation.key, besides=carriage)
         if other is None:
             return False
@@ -577,6 +584,10 @@ class FastLane:
     def _use_stage(self, carriage: Carriage, number: int) -> None:
         self._stages.take(number, carriage)
         carriage.words[exchange.STAGE], carriage.other_half = self._board.halves(number)
+
+
+def _no_buffer() -> None:
+    """Stand for a reference to a buffer that is not there."""
 
 
 def _divide_up(count: int, parts: int) -> int:

@@ -14,7 +14,11 @@ _ASKED_MAX: Final = 16
 
 
 class StageUser(Protocol):
-    """What has a stage: the record of the last operation of a name."""
+    """What has a stage: the record of the last operation of a name.
+
+    Attributes:
+        stage: The number of the stage that it has; ``None`` if it has none.
+    """
 
     stage: int | None
 
@@ -35,10 +39,6 @@ class Stages:
         self._free = {kind: list(range(kind.stop - 1, kind.first - 1, -1)) for kind in STAGE_CLASSES}
         #: By class: the stage whose user is asked next.
         self._next = {kind: kind.first for kind in STAGE_CLASSES}
-
-    def has(self, user: StageUser) -> bool:
-        """Return whether a user still has the stage that it was given last."""
-        return user.stage is not None and self._users[user.stage] is user
 
     def find(self, classes: Sequence[StageClass]) -> int | None:
         """Return the number of a stage that nobody uses, of the first class that has one; ``None`` if none has."""
@@ -64,10 +64,11 @@ class Stages:
 
     def release(self, user: StageUser) -> None:
         """Take the stage of a user back that does not need it any more."""
-        if self.has(user):
-            assert user.stage is not None
+        if user.stage is not None:
             self._put_back(user.stage)
 
     def _put_back(self, number: int) -> None:
-        self._users[number] = None
+        user = self._users[number]
+        assert user is not None
+        self._users[number] = user.stage = None
         self._free[CLASS_OF_STAGE[number]].append(number)

@@ -5,11 +5,10 @@ Operations that are carried out again and again are prepared once, as MPI's pers
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -132,11 +131,18 @@ class Operations:
 
     def start(self, operation: CheckedOperation, submission: Submission, patience_s: float) -> Work:
         """Submit an operation that was checked before; return at once."""
-        self._check_open()
-        with self._handle(operation, patience_s) as handle:
-            self.runner.submit(submission, handle)
+        runner = self.runner
+        runner.home.check()
+        if self.closed:
+            self._check_open()
+        handle = self._handle(operation.operands, patience_s)
+        try:
+            runner.submit(submission, handle)
+        except BaseException:
+            handle.abandon()
+            raise
         name = handle.operation.name if handle.operation is not None else submission.name or UNNAMED
-        return Work(self.runner, handle, operation.results, name, patience_s, ranks=self.ranks)
+        return Work(runner, handle, operation.results, name, patience_s, ranks=self.ranks)
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int, priority: int, timeout_s: float | None) -> Work:
         """Send a tensor to a rank of the group (see ``Group.send``)."""
@@ -159,8 +165,12 @@ class Operations:
         buffer = operation.buffers[0]
         assert buffer is not None
         priority, scope = checks.priority(priority), self.scope + _MESSAGES
-        with self._handle(operation, patience_s) as handle:
+        handle = self._handle(operation.operands, patience_s)
+        try:
             self.runner.receive_any(AnyReceive(candidates, operation.signature, buffer, scope, priority, handle))
+        except BaseException:
+            handle.abandon()
+            raise
         return Work(self.runner, handle, operation.results, name, patience_s, ranks=self.ranks)
 
     def barrier(self, timeout_s: float | None) -> Work:
@@ -174,21 +184,19 @@ class Operations:
 
         return self._barriers.wait(submit, patience_s)
 
-    def claim(self, operands: Operands, patience_s: float, beside: Sequence[Operands] = ()) -> Callable[[], None]:
-        """Claim the memory of an operation; return the function that releases it.
+    def claim(self, operands: Operands, patience_s: float, beside: Sequence[Operands]) -> None:
+        """Claim the memory of one of several operations that begin together, until ``operands.end``.
 
         Args:
             operands: The operation's tensors.
             patience_s: Seconds to wait for operations that use the same memory, with ``waits_for_memory``.
-            beside: Operations that begin together with this one, and have claimed their memory.
+            beside: The operations that begin together with this one, and have claimed their memory.
 
         Raises:
             ConfigurationError: An operation in flight uses the same memory (see ``MemoryInFlight.claim``).
             DeadlineExceededError: With ``waits_for_memory``: such an operation has not ended in time.
         """
-        memory = self._memory
-        memory.claim(operands, wait_s=patience_s if self.waits_for_memory else None, beside=beside)
-        return functools.partial(memory.release, operands)
+        self._memory.claim(operands, wait_s=patience_s if self.waits_for_memory else None, beside=beside)
 
     def own_name(self, name: str) -> str:
         """Return a name for the operations of an object: with a number, if the name was asked for before."""
@@ -262,15 +270,18 @@ class Operations:
         ranks = (self.ranks[src], self.ranks[dst])
         return self.submit(operation, name, priority, timeout_s, ranks=ranks, scope=_MESSAGES, repeats=True)
 
-    def _handle(self, operation: CheckedOperation, patience_s: float) -> Handle:
+    def _handle(self, operands: Operands | None, patience_s: float) -> Handle:
         """Claim the memory of an operation; return the handle, which releases the memory when the operation ends."""
-        operands = operation.operands
         if operands is None:
             return Handle()
-        handle = Handle(operands.finish, self.claim(operands, patience_s))
-        if operands.needs_preparation:
-            with handle:
+        self._memory.claim(operands, wait_s=patience_s if self.waits_for_memory else None)
+        handle = Handle(operands.end)
+        if operands.preparations:
+            try:
                 operands.prepare()
+            except BaseException:
+                handle.abandon()
+                raise
         return handle
 
     def _check_open(self) -> None:
@@ -321,7 +332,8 @@ class PreparedOperation:
             PeerLost: A rank is lost.
             GroupClosed: This rank has closed the group.
         """
-        if not self.is_current:
+        operands = self._operation.operands
+        if operands is not None and operands.has_moved:
             raise ConfigurationError(
                 f"{self._submission.name!r}: the tensor of this prepared operation was given other memory "
                 "(by .data = …, set_ or resize_): prepare the operation again"

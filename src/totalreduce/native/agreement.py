@@ -46,8 +46,8 @@ class Members(Protocol):
     name: str
     runner: Runner
 
-    def claim(self, operands: Operands, patience_s: float, beside: Sequence[Operands] = ()) -> Callable[[], None]:
-        """Claim the memory of an operation; return the function that releases it."""
+    def claim(self, operands: Operands, patience_s: float, beside: Sequence[Operands]) -> None:
+        """Claim the memory of an operation until ``operands.end``."""
 
     def patience(self, timeout_s: float | None) -> float:
         """Return the time-out in force, in seconds."""
@@ -156,19 +156,18 @@ class Agreement:
                     self._iterations[name] = operation.iteration + 1
             return (has_run and self._take_output(now)) or not news
 
-        releases: list[Callable[[], None]] = []
         claimed: list[Operands] = []
         try:
             for operation in operations:
-                releases.append(self._members.claim(operation.operands, patience_s, claimed))
+                self._members.claim(operation.operands, patience_s, claimed)
                 claimed.append(operation.operands)
-                operation.handle = Handle(operation.operands.finish, releases[-1])
+                operation.handle = Handle(operation.operands.end)
             for operation in operations:
                 operation.begin()
             self._runner.act(submit)
         except BaseException:
-            for release in releases:
-                release()
+            for operands in claimed:
+                operands.end(well=False)
             raise
 
     def join(self, patience_s: float) -> int:

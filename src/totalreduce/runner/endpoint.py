@@ -113,8 +113,10 @@ class EngineEndpoint:
         lane, buffers = carriage.lane, submission.buffers
         with self.lock:
             place = lane.place_of_next(carriage, buffers)
-            key = None if place is None else self.engine.begin_again(carriage.layout, carriage.operation.key[0])
-            if place is None or key is None:
+            if place is None:
+                return None
+            key = self.engine.begin_again(carriage.layout, carriage.operation.key[0])
+            if key is None:
                 return None
             lane.repeat(carriage, key, buffers, place)
             self.unlisted[handle] = submission, key, carriage

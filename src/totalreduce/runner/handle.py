@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
-from typing import Self, final
+from typing import Protocol, final
 
 from totalreduce.engine.operation import Operation
 
@@ -21,6 +22,13 @@ def call_all(callbacks: list[Callable[[], None]]) -> None:
         callback()
 
 
+class End(Protocol):
+    """Ends what an operation uses."""
+
+    def __call__(self, *, well: bool) -> None:
+        """``well``: the operation has ended without an error. An exception becomes the error of the operation."""
+
+
 @final
 class Handle:
     """A submitted operation as its submitter sees it.
@@ -32,54 +40,49 @@ class Handle:
             operation that the engine has not adopted (``runner.repeated``).
     """
 
-    __slots__ = ("_callbacks", "_finish", "_gate", "_release", "done", "error", "operation")
+    __slots__ = ("_callbacks", "_end", "done", "error", "operation")
 
-    def __init__(self, finish: Callable[[], None] | None = None, release: Callable[[], None] | None = None) -> None:
+    def __init__(self, end: End | None = None) -> None:
         """Make the handle of an operation that is about to be submitted.
 
-        ``finish`` is called when the operation has ended well; an error that it raises becomes that of the operation.
-        ``release`` is called in any case, after it. Both are called in the thread that finds the end, before waiting
-        threads and callbacks learn of it.
+        ``end`` is called once when the operation has ended, in the thread that finds the end, before waiting threads
+        and callbacks learn of it.
         """
         self.done = False
         self.error: BaseException | None = None
         self.operation: Operation | None = None
-        self._finish, self._release = finish, release
+        self._end = end
         self._callbacks: list[Callable[[], None]] = []
-        # This lock is held until the operation has ended. An Event would make three objects for every operation.
-        self._gate = threading.Lock()
-        self._gate.acquire()
 
     def complete(self, error: BaseException | None) -> None:
         """End the operation. Called once, by the runner."""
-        finish, release = self._finish, self._release
-        self._finish = self._release = None
-        if error is None and finish is not None:
+        end = self._end
+        if end is not None:
+            self._end = None
             try:
-                finish()
+                end(well=error is None)
             except Exception as failure:
                 error = failure
-        if release is not None:
-            release()
         self.error = error
         self.done = True
-        self._gate.release()
         if self._callbacks:  # a callback that is added from now on is called by the thread that adds it
             call_all(self._callbacks)
 
-    def __enter__(self) -> Self:
-        """Begin to submit the operation."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
-        """Release what the operation uses if it was not submitted, because of an error."""
-        if kind is not None and self._release is not None:
-            self._release()
+    def abandon(self) -> None:
+        """Release what the operation uses, because it could not be submitted."""
+        if self._end is not None:
+            self._end(well=False)
 
     def wait(self, timeout_s: float) -> bool:
         """Block until the operation has ended, for at most ``timeout_s`` seconds; returns whether it has."""
-        if not self.done and self._gate.acquire(timeout=max(0.0, timeout_s)):
-            self._gate.release()
+        if not self.done:
+            gate = threading.Lock()
+            gate.acquire()
+            self._callbacks.insert(0, gate.release)  # before callbacks, of which one may raise an exception
+            if not self.done:
+                gate.acquire(timeout=max(0.0, timeout_s))
+            with contextlib.suppress(ValueError):  # it was called
+                self._callbacks.remove(gate.release)
         return self.done
 
     def on_done(self, callback: Callable[[], None]) -> None:

@@ -31,7 +31,7 @@ from totalreduce.engine.engine import Engine
 from totalreduce.engine.operation import Operation, State
 from totalreduce.engine.submission import Submission
 from totalreduce.fastlane.board import BOARD_BYTES
-from totalreduce.fastlane.lane import Carriage, FastLane
+from totalreduce.fastlane.lane import FastLane
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, GroupClosed
 from totalreduce.foundation.forking import HomeProcess, let_go_in_children
 from totalreduce.foundation.header import Frame, Header
@@ -106,10 +106,19 @@ class Runner:
 
         Raises what ``Engine.submit`` does. Then the handle has not changed. The caller has called ``home.check()``.
         """
-        self._check_refusal()
+        if self.refusal:
+            self._check_refusal()
         carriage = self._endpoint.known.find(submission)
-        if carriage is not None and self._begin_in_lane(submission, carriage, handle):
-            return
+        if carriage is not None:
+            now = time.monotonic()
+            ended = self._in_lane(self._endpoint.begin, submission, carriage, handle)
+            if ended:
+                self._turns.rest(now, resting=now < self._next_tick)
+                handle.complete(None)
+                return
+            if ended is not None:
+                self._look_again(now, wake=self._sleepers > 0 and carriage.has_begun)
+                return
         with self._lock:
             self._check_alive()
             now = time.monotonic()
@@ -126,29 +135,6 @@ class Runner:
     def _check_refusal(self) -> None:
         if self.refusal and threading.current_thread() not in self.unrefused:
             raise ConfigurationError(self.refusal)
-
-    def _begin_in_lane(self, submission: Submission, carriage: Carriage, handle: Handle) -> bool:
-        """Begin an operation in the fast lane, unless it must be submitted to the engine."""
-        now = time.monotonic()
-        ended = self._in_lane(self._endpoint.begin, submission, carriage, handle)
-        if ended is None:
-            return False
-        if ended:
-            self._turns.rest(now, resting=now < self._next_tick)
-            handle.complete(None)
-        else:
-            self._look_again(now, wake=self._sleepers > 0 and carriage.has_begun)
-        return True
-
-    def _end_in_lane(self, handle: Handle, now: float) -> bool:
-        """Try to end an operation that the engine does not know; if that takes long, let the engine know."""
-        if self._turns.driver is None and self._in_lane(self._endpoint.hurry_unlisted, handle):
-            self._turns.rest(now, resting=now < self._next_tick)
-            handle.complete(None)
-        else:
-            with self._lock:
-                self._endpoint.adopt(now)
-        return handle.done
 
     def _announce(self, operation: Operation) -> bool | None:
         """Announce an operation in the fast lane, unless another thread moves messages and will do so."""
@@ -240,10 +226,15 @@ class Runner:
         if handle.done:
             return
         self.home.check()
-        begin = time.monotonic()
-        if handle in self._endpoint.unlisted and self._end_in_lane(handle, begin):
-            self._waited(time.monotonic() - begin)
-            return
+        begin, endpoint = time.monotonic(), self._endpoint
+        if handle in endpoint.unlisted:
+            if self._turns.driver is None and self._in_lane(endpoint.hurry_unlisted, handle):
+                self._turns.rest(begin, resting=begin < self._next_tick)
+                handle.complete(None)
+                self._waited(time.monotonic() - begin)
+                return
+            with self._lock:
+                endpoint.adopt(begin)
         deadline = begin + timeout_s
         # The peers are asked late enough not to disturb them, and early enough for answers before the deadline.
         ask_at = max(begin + 0.5 * timeout_s, deadline - 1.0)

@@ -62,20 +62,23 @@ class Operands:
         writes: Memory that is written while the operation is in flight, or at its end.
         first_reads: Memory that only ``prepare`` reads.
         inputs: Memory that is read before the operation writes its results. So it may be the memory of a result.
+        preparations: What ``prepare`` calls.
         repeats: Whether the operation is carried out again and again with these tensors: then their memory is held
             until this object is deleted.
         then: Is called at the end of ``finish``.
+        claimed_in: The record in which ``MemoryInFlight.claim`` has noted the memory last.
     """
 
     __slots__ = (
         "_copies_back",
         "_holds",
         "_memories",
-        "_preparations",
         "_results",
+        "claimed_in",
         "first_reads",
         "inputs",
         "name",
+        "preparations",
         "reads",
         "repeats",
         "then",
@@ -88,9 +91,10 @@ class Operands:
         self.writes: list[Span] = []
         self.first_reads: list[Span] = []
         self.inputs: list[Span] = []
-        self._preparations: list[Callable[[], object]] = []
+        self.preparations: list[Callable[[], object]] = []
         self._copies_back: list[Callable[[], object]] = []
         self.then: Callable[[], None] | None = None
+        self.claimed_in: MemoryInFlight | None = None
         self._holds: list[StorageHold] = []
         self._memories: list[Any] = []  #: What ``add`` has returned views of.
         self._results: list[tuple[torch.Tensor, int, int]] = []
@@ -105,7 +109,7 @@ class Operands:
         made.writes.append(place.span)
         made._results.append((tensor, start, place.span.stop - start))
         made._memories.append(place.memory)
-        made._preparations.append(functools.partial(made._hold, tensor, place.memory))
+        made.preparations.append(functools.partial(made._hold, tensor, place.memory))
         return made
 
     def add(self, tensor: torch.Tensor, *, writes: bool = False) -> memoryview:
@@ -130,7 +134,7 @@ class Operands:
         if writes:
             self._check_place(plain)
         dense = torch.empty(plain.shape, dtype=plain.dtype)
-        self._preparations.append(lambda: dense.copy_(plain))
+        self.preparations.append(lambda: dense.copy_(plain))
         if plain.numel():
             span = _strided_span(plain)
             if writes:
@@ -198,7 +202,7 @@ class Operands:
     @property
     def place(self) -> Place | None:
         """Where the operation's only tensor lies, if it is written and used in place."""
-        is_one = len(self.writes) == len(self._memories) == 1 and not self._preparations
+        is_one = len(self.writes) == len(self._memories) == 1 and not self.preparations
         return Place(self.name, self.writes[0], self._memories[0]) if is_one and self.writes[0].tensor is None else None
 
     @property
@@ -207,21 +211,29 @@ class Operands:
         return [*self.writes, *self.reads, *self.inputs]
 
     @property
-    def needs_preparation(self) -> bool:
-        """Whether ``prepare`` does anything."""
-        return bool(self._preparations)
-
-    @property
     def copies_back(self) -> bool:
         """Whether ``finish`` copies a result."""
         return bool(self._copies_back)
 
     def prepare(self) -> None:
         """Make the copies that the operation needs before it begins, and hold what is not held yet."""
-        for prepare in self._preparations:
+        for prepare in self.preparations:
             prepare()
         if not self.repeats:
-            self._preparations.clear()
+            self.preparations.clear()
+
+    def end(self, *, well: bool) -> None:
+        """Release the memory that was claimed, at the end of the operation; before, ``finish`` if it went well.
+
+        Raises:
+            TotalReduceError: See ``finish``.
+        """
+        try:
+            if well:
+                self.finish()
+        finally:
+            assert self.claimed_in is not None
+            self.claimed_in.release(self)
 
     def finish(self) -> None:
         """Copy results back after an operation that went well.
@@ -258,7 +270,7 @@ class Operands:
         plain = source.detach()
         if plain.data_ptr():  # a tensor that is known to be zero has no memory
             self.first_reads.append(_strided_span(plain))
-        self._preparations.append(functools.partial(row.view(plain.shape).copy_, plain))
+        self.preparations.append(functools.partial(row.view(plain.shape).copy_, plain))
 
     def _bytes(self, tensor: torch.Tensor) -> memoryview:
         """Return the bytes of a contiguous tensor, without NumPy, which would cost an operation some 10 µs."""
@@ -372,6 +384,7 @@ class MemoryInFlight:
         """
         if len(operands.writes) + len(operands.reads) > 1 and operands.writes:
             self._check_itself(operands)
+        operands.claimed_in = self
         with self._lock:
             if not (self._alone or self._waiting or self._writes.entries or self._reads.entries or self._strided):
                 self._alone = operands
