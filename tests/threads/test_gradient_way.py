@@ -22,7 +22,7 @@ CALLS_MAX, FILES_MAX = 60, 18
 STATIONS = [
     "Round.ready",  # its hook has run
     "Bucket.pack",  # it is copied into its bucket
-    "Operations._handle",  # the bucket's bytes are those of an operation
+    "Operations.start",  # the bucket's bytes are those of an operation
     "Engine.submit",  # the operation is on the message list
     "SendQueue.push",  # its messages wait
     "SendQueue.pop",  # the most urgent message is chosen

@@ -42,8 +42,8 @@ _SPINS = 4000
 #: How long a rank that shares its core lets others have it before it sleeps, in nanoseconds. Measured with 4 ranks on
 #: 2 cores: 10 µs cost 20 % at 4 and 64 KiB, because to sleep and to wake takes longer.
 _YIELD_NS = 500_000
-#: The same at the begin of a short operation: long enough for the other ranks of the core to take their part. Four ranks
-#: on two cores took 74 to 97 instead of 111 to 118 µs for 4 KiB with it (medians of three pairs in turns).
+#: The same at the begin of a short operation: long enough for the other ranks of the core to take their part. With it
+#: four ranks on two cores took 74 to 97 instead of 111 to 118 µs for 4 KiB (medians of three pairs in turns).
 _YIELD_AT_BEGIN_NS = 50_000
 #: An operation that is exchanged in one round of pieces is short up to this length; 256 KiB took no less time.
 _SHORT_BYTES_MAX = 128 * 1024
@@ -481,7 +481,9 @@ class FastLane:
     def restart(self, carriage: Carriage) -> int:
         """As ``announce``, for a carriage of ``repeat``. This thread waits for the end of a small operation."""
         words, _buffers = carriage.words, carriage.buffers  # another thread may end the operation meanwhile
-        words[exchange.SPINS], words[exchange.YIELD_NS], words[exchange.TURNS] = self._begin_with[carriage.plan.is_short]
+        words[exchange.SPINS], words[exchange.YIELD_NS], words[exchange.TURNS] = self._begin_with[
+            carriage.plan.is_short
+        ]
         entry = self._entries_at + carriage.number * exchange.ENTRY_BYTES
         status = self.exchange(exchange.RESTART, carriage.address, carriage.iteration, entry)
         if words[exchange.WAKE]:

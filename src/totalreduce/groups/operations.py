@@ -131,16 +131,21 @@ class Operations:
 
     def start(self, operation: CheckedOperation, submission: Submission, patience_s: float) -> Work:
         """Submit an operation that was checked before; return at once."""
-        runner = self.runner
+        runner, operands = self.runner, operation.operands
         runner.home.check()
         if self.closed:
             self._check_open()
-        handle = self._handle(operation.operands, patience_s)
-        try:
-            runner.submit(submission, handle)
-        except BaseException:
-            handle.abandon()
-            raise
+        if operands is None:
+            handle = runner.submit(submission)
+        else:
+            self._memory.claim(operands, wait_s=patience_s if self.waits_for_memory else None)
+            try:
+                if operands.preparations:
+                    operands.prepare()
+                handle = runner.submit(submission, operands.end)
+            except BaseException:
+                operands.end(well=False)
+                raise
         name = handle.operation.name if handle.operation is not None else submission.name or UNNAMED
         return Work(runner, handle, operation.results, name, patience_s, ranks=self.ranks)
 
@@ -162,14 +167,17 @@ class Operations:
         }
         if not candidates:
             raise ConfigurationError("there is no other rank in the group that could send")
-        buffer = operation.buffers[0]
+        buffer, operands = operation.buffers[0], operation.operands
         assert buffer is not None
+        assert operands is not None
         priority, scope = checks.priority(priority), self.scope + _MESSAGES
-        handle = self._handle(operation.operands, patience_s)
+        self._memory.claim(operands, wait_s=patience_s if self.waits_for_memory else None)
         try:
+            operands.prepare()
+            handle = Handle(operands.end)
             self.runner.receive_any(AnyReceive(candidates, operation.signature, buffer, scope, priority, handle))
         except BaseException:
-            handle.abandon()
+            operands.end(well=False)
             raise
         return Work(self.runner, handle, operation.results, name, patience_s, ranks=self.ranks)
 
@@ -269,20 +277,6 @@ class Operations:
         operation = checked.message(tensor, name, writes=dst == self.rank)
         ranks = (self.ranks[src], self.ranks[dst])
         return self.submit(operation, name, priority, timeout_s, ranks=ranks, scope=_MESSAGES, repeats=True)
-
-    def _handle(self, operands: Operands | None, patience_s: float) -> Handle:
-        """Claim the memory of an operation; return the handle, which releases the memory when the operation ends."""
-        if operands is None:
-            return Handle()
-        self._memory.claim(operands, wait_s=patience_s if self.waits_for_memory else None)
-        handle = Handle(operands.end)
-        if operands.preparations:
-            try:
-                operands.prepare()
-            except BaseException:
-                handle.abandon()
-                raise
-        return handle
 
     def _check_open(self) -> None:
         self.runner.home.check()

@@ -25,7 +25,7 @@ from totalreduce.engine.submission import Submission
 from totalreduce.fastlane.lane import Carriage, FastLane
 from totalreduce.foundation.header import Header
 from totalreduce.kernels import exchange
-from totalreduce.runner.handle import Handle
+from totalreduce.runner.handle import End, Handle
 from totalreduce.runner.repeated import Begun, KnownCarriages
 from totalreduce.schedules.actions import Mode
 from totalreduce.transports.base import Lease, Outgoing
@@ -90,8 +90,11 @@ class EngineEndpoint:
     def __init__(self, engine: Engine, lane: FastLane | None = None, *, inline: bool) -> None:
         self.engine, self.lane, self.inline = engine, lane, inline
         engine.carrier = lane
-        #: Operations that have begun in the fast lane without a record in the engine, by handle.
-        self.unlisted: dict[Handle, Begun] = {}
+        #: Operations that have begun in the fast lane without a record in the engine.
+        self.unlisted: dict[Carriage, Begun] = {}
+        #: The handle of all operations that had ended well when they were submitted.
+        self.ended = Handle()
+        self.ended.complete(None)
         self.known = KnownCarriages()
         self.lock = threading.Lock()
         self.work = threading.Condition(self.lock)
@@ -104,11 +107,12 @@ class EngineEndpoint:
             ended = self.engine.table.pop_completed()
         complete_owners(ended)
 
-    def begin(self, submission: Submission, carriage: Carriage, handle: Handle) -> bool | None:
+    def begin(self, submission: Submission, carriage: Carriage, end: End | None) -> Handle | None:
         """Begin an operation in the fast lane; end it if that takes no longer than to let the engine know.
 
-        Returns whether it has ended: then the caller completes the handle, which runs callbacks. Returns ``None``, and
-        nothing has changed, if the operation must be submitted to the engine.
+        Returns the handle. It is ``ended`` if the operation has ended: then the caller calls ``end``, which may run
+        code of the program. If the operation must be submitted to the engine, nothing changes, and the result is
+        ``None``.
         """
         lane, buffers = carriage.lane, submission.buffers
         with self.lock:
@@ -119,22 +123,23 @@ class EngineEndpoint:
             if key is None:
                 return None
             lane.repeat(carriage, key, buffers, place)
-            self.unlisted[handle] = submission, key, carriage
-        return self._has_ended(handle, carriage, lane.restart(carriage))
-
-    def hurry_unlisted(self, handle: Handle) -> bool:
-        """Try to end an operation that the engine does not know; if it has ended, the caller completes its handle."""
-        begun = self.unlisted.get(handle)
-        if begun is None:
-            return False
-        _submission, _key, carriage = begun
-        return self._has_ended(handle, carriage, carriage.lane.advance(carriage, patient=True))
-
-    def _has_ended(self, handle: Handle, carriage: Carriage, status: int) -> bool:
-        if status != exchange.DONE:
-            return False  # the engine adopts it before another status counts
+            begun = self.unlisted[carriage] = Begun(submission, key, carriage, end)
+        if lane.restart(carriage) == exchange.DONE and self._leave(carriage):
+            return self.ended
         with self.lock:
-            if self.unlisted.pop(handle, None) is None:
+            return begun.handle()
+
+    def hurry_unlisted(self, begun: Begun) -> bool:
+        """Try to end an operation that the engine does not know; if it has ended, the caller completes its handle."""
+        carriage = begun.carriage
+        if self.unlisted.get(carriage) is not begun:
+            return False
+        return carriage.lane.advance(carriage, patient=True) == exchange.DONE and self._leave(carriage)
+
+    def _leave(self, carriage: Carriage) -> bool:
+        """Note that an operation has ended that the engine does not know."""
+        with self.lock:
+            if self.unlisted.pop(carriage, None) is None:
                 return False  # the engine has adopted it meanwhile, and finds its end
             carriage.ended, carriage.buffers = True, ()
             self.engine.count_carried(carriage)
@@ -143,9 +148,11 @@ class EngineEndpoint:
     def adopt(self, now: float) -> None:
         """Have the engine adopt all operations that it does not know. Called under the lock."""
         while self.unlisted:
-            handle, (submission, key, carriage) = next(iter(self.unlisted.items()))
-            handle.operation = self.engine.adopt(submission, key, carriage, now, owner=handle)
-            del self.unlisted[handle]  # last, so that Ctrl-C anywhere here leaves no handle behind
+            carriage, begun = next(iter(self.unlisted.items()))
+            handle = begun.handle()
+            handle.operation = self.engine.adopt(begun.submission, begun.key, carriage, now, owner=handle)
+            handle.begun = None
+            del self.unlisted[carriage]  # last, so that Ctrl-C anywhere here leaves no handle behind
 
     def announce(self, operation: Operation) -> bool:
         """Let the other ranks know of an operation in the fast lane; true if it is there."""

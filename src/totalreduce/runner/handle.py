@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from typing import Protocol, final
+from typing import TYPE_CHECKING, Protocol, final
 
 from totalreduce.engine.operation import Operation
 
-__all__ = ["Handle", "call_all"]
+if TYPE_CHECKING:
+    from totalreduce.runner.repeated import Begun
+
+__all__ = ["End", "Handle", "call_all"]
 
 
 def call_all(callbacks: list[Callable[[], None]]) -> None:
@@ -37,10 +40,11 @@ class Handle:
         done: Whether the operation has ended, well or not.
         error: The error with which it failed.
         operation: The engine's operation; ``None`` for a receive from anybody, until a message has come, and for an
-            operation that the engine has not adopted (``runner.repeated``).
+            operation that the engine has not adopted.
+        begun: The operation, until the engine has adopted it (``runner.repeated``).
     """
 
-    __slots__ = ("_callbacks", "_end", "done", "error", "operation")
+    __slots__ = ("_callbacks", "_end", "begun", "done", "error", "operation")
 
     def __init__(self, end: End | None = None) -> None:
         """Make the handle of an operation that is about to be submitted.
@@ -51,6 +55,7 @@ class Handle:
         self.done = False
         self.error: BaseException | None = None
         self.operation: Operation | None = None
+        self.begun: Begun | None = None
         self._end = end
         self._callbacks: list[Callable[[], None]] = []
 
@@ -67,11 +72,6 @@ class Handle:
         self.done = True
         if self._callbacks:  # a callback that is added from now on is called by the thread that adds it
             call_all(self._callbacks)
-
-    def abandon(self) -> None:
-        """Release what the operation uses, because it could not be submitted."""
-        if self._end is not None:
-            self._end(well=False)
 
     def wait(self, timeout_s: float) -> bool:
         """Block until the operation has ended, for at most ``timeout_s`` seconds; returns whether it has."""

@@ -23,12 +23,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Literal, TypeVarTuple, Unpack, final
+from typing import Literal, TypeVar, TypeVarTuple, Unpack, final
 from weakref import WeakSet
 
 from totalreduce.engine.any_receives import AnyReceive
 from totalreduce.engine.engine import Engine
-from totalreduce.engine.operation import Operation, State
+from totalreduce.engine.operation import State
 from totalreduce.engine.submission import Submission
 from totalreduce.fastlane.board import BOARD_BYTES
 from totalreduce.fastlane.lane import FastLane
@@ -37,7 +37,7 @@ from totalreduce.foundation.forking import HomeProcess, let_go_in_children
 from totalreduce.foundation.header import Frame, Header
 from totalreduce.relay.relay import Relay, RelaySettings
 from totalreduce.runner.endpoint import EngineEndpoint, complete_owners
-from totalreduce.runner.handle import Handle
+from totalreduce.runner.handle import End, Handle
 from totalreduce.runner.meter import Meter
 from totalreduce.runner.turns import Turns
 from totalreduce.transports.base import Transport
@@ -48,6 +48,7 @@ __all__ = ["ComputeMode", "Runner"]
 _log = logging.getLogger(__name__)
 
 _Arguments = TypeVarTuple("_Arguments")
+_Result = TypeVar("_Result")
 ComputeMode = Literal["auto", "thread", "inline"]
 
 #: The longest time between two calls of ``Engine.tick``, in seconds.
@@ -101,46 +102,48 @@ class Runner:
 
     # -------------------------------------------------------------------------------------------------- application
 
-    def submit(self, submission: Submission, handle: Handle) -> None:
-        """Submit an operation, which ``handle`` stands for from now on; return at once.
+    def submit(self, submission: Submission, end: End | None = None) -> Handle:
+        """Submit an operation; return its handle at once.
 
-        Raises what ``Engine.submit`` does. Then the handle has not changed. The caller has called ``home.check()``.
+        Args:
+            submission: The operation.
+            end: Is called once at its end (``Handle``), and not if this method raises an exception.
+
+        Raises what ``Engine.submit`` does. The caller has called ``home.check()``.
         """
         if self.refusal:
             self._check_refusal()
-        carriage = self._endpoint.known.find(submission)
+        endpoint = self._endpoint
+        carriage = endpoint.known.find(submission)
         if carriage is not None:
             now = time.monotonic()
-            ended = self._in_lane(self._endpoint.begin, submission, carriage, handle)
-            if ended:
+            begun = self._in_lane(endpoint.begin, submission, carriage, end)
+            if begun is endpoint.ended:
                 self._turns.rest(now, resting=now < self._next_tick)
-                handle.complete(None)
-                return
-            if ended is not None:
+                return begun if end is None else _ended(begun, end)
+            if begun is not None:
                 self._look_again(now, wake=self._sleepers > 0 and carriage.has_begun)
-                return
+                return begun
+        handle = Handle(end)
         with self._lock:
             self._check_alive()
             now = time.monotonic()
-            self._endpoint.adopt(now)
+            endpoint.adopt(now)
             operation = handle.operation = self.engine.submit(submission, now, owner=handle)
-            self._endpoint.known.learn(submission, operation)
+            endpoint.known.learn(submission, operation)
             wake = self._wakes_after_submission()
-        if operation.carriage is not None and self._announce(operation):
+        if operation.carriage is not None and self._in_lane(endpoint.announce, operation):
             wake = wake and not operation.finished and operation.state is not State.WAITING
-        self._endpoint.complete_ended()
+        endpoint.complete_ended()
         if not handle.done:
             self._look_again(now, wake=wake)
+        return handle
 
     def _check_refusal(self) -> None:
         if self.refusal and threading.current_thread() not in self.unrefused:
             raise ConfigurationError(self.refusal)
 
-    def _announce(self, operation: Operation) -> bool | None:
-        """Announce an operation in the fast lane, unless another thread moves messages and will do so."""
-        return self._in_lane(self._endpoint.announce, operation)
-
-    def _in_lane(self, move: Callable[[Unpack[_Arguments]], bool | None], *arguments: *_Arguments) -> bool | None:
+    def _in_lane(self, move: Callable[[Unpack[_Arguments]], _Result], *arguments: *_Arguments) -> _Result | None:
         """Call a function that moves operations in the fast lane; ``None`` if another thread moves messages now.
 
         An exception in the function, Ctrl-C above all, may have cut an operation in two: then nothing moves any more.
@@ -226,9 +229,9 @@ class Runner:
         if handle.done:
             return
         self.home.check()
-        begin, endpoint = time.monotonic(), self._endpoint
-        if handle in endpoint.unlisted:
-            if self._turns.driver is None and self._in_lane(endpoint.hurry_unlisted, handle):
+        begin, begun, endpoint = time.monotonic(), handle.begun, self._endpoint
+        if begun is not None:
+            if self._turns.driver is None and self._in_lane(endpoint.hurry_unlisted, begun):
                 self._turns.rest(begin, resting=begin < self._next_tick)
                 handle.complete(None)
                 self._waited(time.monotonic() - begin)
@@ -483,6 +486,16 @@ class Runner:
             raise ConfigurationError(str(self._failure)) from self._failure
         if self._failure is not None:
             raise GroupClosed(f"the communication thread has failed: {self._failure!r}") from self._failure
+
+
+def _ended(handle: Handle, end: End) -> Handle:
+    """End an operation that has ended well already; return ``handle``, or that of a failed operation."""
+    try:
+        end(well=True)
+    except Exception as failure:
+        handle = Handle()
+        handle.complete(failure)
+    return handle
 
 
 def _fast_lane(engine: Engine, transport: Transport) -> FastLane | None:

@@ -66,7 +66,7 @@ class Operands:
         repeats: Whether the operation is carried out again and again with these tensors: then their memory is held
             until this object is deleted.
         then: Is called at the end of ``finish``.
-        claimed_in: The record in which ``MemoryInFlight.claim`` has noted the memory last.
+        claimed_in: The record in which ``MemoryInFlight.claim`` has noted the memory, until ``end``.
     """
 
     __slots__ = (
@@ -225,15 +225,20 @@ class Operands:
     def end(self, *, well: bool) -> None:
         """Release the memory that was claimed, at the end of the operation; before, ``finish`` if it went well.
 
+        A second call does nothing.
+
         Raises:
             TotalReduceError: See ``finish``.
         """
+        claimed_in = self.claimed_in
+        if claimed_in is None:
+            return
+        self.claimed_in = None
         try:
             if well:
                 self.finish()
         finally:
-            assert self.claimed_in is not None
-            self.claimed_in.release(self)
+            claimed_in.release(self)
 
     def finish(self) -> None:
         """Copy results back after an operation that went well.
