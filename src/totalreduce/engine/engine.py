@@ -255,8 +255,7 @@ class Engine:
         members, table, floating, counters = self.members, self.table, self.reception.floating, self.counters
         if members.lost is not None or members.closed or members.departed or self.observers:
             return None
-        record = table.names.get(op_id)
-        assert record is not None
+        record = table.names.by_id[op_id]
         key = op_id, record.next_iteration
         if (
             record.layout is not layout

@@ -66,16 +66,17 @@ class NameTable:
 
     def __init__(self) -> None:
         """Begin without names."""
-        self._by_id: dict[int, NameRecord] = {}
+        #: The records by id; others only read it.
+        self.by_id: dict[int, NameRecord] = {}
         self._by_name: dict[tuple[str, str | None], NameRecord] = {}
 
     def __len__(self) -> int:
         """Return the number of names."""
-        return len(self._by_id)
+        return len(self.by_id)
 
     def __iter__(self) -> Iterator[NameRecord]:
         """Iterate over all records."""
-        return iter(self._by_id.values())
+        return iter(self.by_id.values())
 
     def record(self, scope: str, name: str | None) -> NameRecord:
         """Return the record of a name within a scope, or make one. ``None`` stands for operations without a name.
@@ -88,21 +89,21 @@ class NameTable:
             return record
         text = scope + (UNNAMED if name is None else f"n:{name}")
         op_id = operation_id(text)
-        if op_id in self._by_id:
-            known = self._by_id[op_id].text
+        if op_id in self.by_id:
+            known = self.by_id[op_id].text
             raise ConfigurationError(f"the names {text!r} and {known!r} have the same id; rename one of them")
         checks.operation_name(text)
-        if len(self._by_id) >= _NAMES_MAX:
+        if len(self.by_id) >= _NAMES_MAX:
             raise ConfigurationError("a million different names in one group: reuse names, one per tensor")
         record = NameRecord(UNNAMED if name is None else name, text, op_id)
-        self._by_name[scope, name] = self._by_id[op_id] = record
+        self._by_name[scope, name] = self.by_id[op_id] = record
         return record
 
     def get(self, op_id: int) -> NameRecord | None:
         """Return the record of an id, if its name was submitted here."""
-        return self._by_id.get(op_id)
+        return self.by_id.get(op_id)
 
     def was_submitted(self, key: tuple[int, int]) -> bool:
         """Return whether the operation was submitted here. It has ended if it is not active."""
-        record = self._by_id.get(key[0])
+        record = self.by_id.get(key[0])
         return record is not None and is_later(record.next_iteration, key[1])

@@ -120,7 +120,13 @@ class Runner:
             begun = self._in_lane(endpoint.begin, submission, carriage, end)
             if begun is endpoint.ended:
                 self._turns.rest(now, resting=now < self._next_tick)
-                return begun if end is None else _ended(begun, end)
+                try:
+                    if end is not None:
+                        end(well=True)
+                except Exception as failure:
+                    begun = Handle()
+                    begun.complete(failure)
+                return begun
             if begun is not None:
                 self._look_again(now, wake=self._sleepers > 0 and carriage.has_begun)
                 return begun
@@ -486,16 +492,6 @@ class Runner:
             raise ConfigurationError(str(self._failure)) from self._failure
         if self._failure is not None:
             raise GroupClosed(f"the communication thread has failed: {self._failure!r}") from self._failure
-
-
-def _ended(handle: Handle, end: End) -> Handle:
-    """End an operation that has ended well already; return ``handle``, or that of a failed operation."""
-    try:
-        end(well=True)
-    except Exception as failure:
-        handle = Handle()
-        handle.complete(failure)
-    return handle
 
 
 def _fast_lane(engine: Engine, transport: Transport) -> FastLane | None:
