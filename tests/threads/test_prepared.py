@@ -9,8 +9,10 @@ import torch
 
 import totalreduce as tr
 from totalreduce.foundation.config import EngineConfig
+from totalreduce.foundation.errors import TotalReduceError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
+from totalreduce.tensors.memory import Operands
 from totalreduce.testing import run_ranks
 from totalreduce.testing.ranks import make_groups
 
@@ -253,3 +255,60 @@ def test_what_cannot_be_prepared() -> None:
         assert repr(operation) == "<PreparedOperation 'w': allreduce(sum) of float32[2, 3]>"
 
     run(1, body)
+
+
+@pytest.mark.parametrize("elements", [100, 50_000])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_operations_of_one_name_on_several_tensors_take_turns(world_size: int, elements: int) -> None:
+    """The lane keeps where the tensor of the last operation is."""
+
+    def body(group: Group) -> None:
+        tensors = [torch.empty(elements), group.empty(elements), torch.empty(elements), group.empty(elements)]
+        operations = [group.prepare_allreduce(tensor, name="w") for tensor in tensors]
+        choice = random.Random(7 + group.rank)
+        for turn in range(60):
+            index = choice.randrange(len(tensors)) if turn % 3 else turn % len(tensors)
+            for tensor in tensors:
+                tensor.fill_(-1.0)
+            tensors[index].fill_(turn + group.rank)
+            result = operations[index].start().wait()
+            assert result is tensors[index]
+            assert result.unique().tolist() == [world_size * turn + sum(range(world_size))]
+            assert all(each.unique().tolist() == [-1.0] for each in tensors if each is not result)
+
+    run(world_size, body)
+
+
+def test_an_operation_that_ends_at_once_may_fail_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the error then, and its memory is free."""
+    fails = threading.Event()
+    finish = Operands.finish
+
+    def failing(operands: Operands) -> None:
+        if fails.is_set() and operands.name == "w":
+            raise TotalReduceError("no result")
+        finish(operands)
+
+    monkeypatch.setattr(Operands, "finish", failing)
+
+    def body(group: Group) -> int:
+        tensor = torch.empty(100)
+        operation = group.prepare_allreduce(tensor, name="w")
+        for _ in range(20):
+            operation.start().wait()
+        group.barrier()
+        fails.set()
+        failed = 0
+        for _ in range(20):
+            work = operation.start()
+            with pytest.raises(TotalReduceError, match="no result"):
+                work.wait()
+            assert isinstance(work.exception(), TotalReduceError)
+            failed += 1
+        group.barrier()
+        fails.clear()
+        tensor.fill_(1.0)
+        assert operation.start().wait().unique().tolist() == [2.0]
+        return failed
+
+    assert run(2, body) == [20, 20]

@@ -414,3 +414,30 @@ def test_other_operands_have_no_place(add) -> None:
     operands = Operands("t")
     add(operands)
     assert operands.place is None
+
+
+@pytest.mark.parametrize("well", [True, False])
+def test_an_end_releases_the_memory_once(well: bool) -> None:
+    """Ctrl-C in the first call leads to a second one."""
+    tensor, memory = torch.zeros(4), MemoryInFlight()
+    first, other = operands_of(tensor), operands_of(torch.zeros(4))
+    memory.claim(first)
+    memory.claim(other)  # so that the memory of both is noted
+    first.end(well=well)
+    again = operands_of(tensor)
+    memory.claim(again)
+    first.end(well=well)
+    with pytest.raises(ConfigurationError, match="in flight"):
+        memory.claim(operands_of(tensor))
+    again.end(well=True)
+    memory.claim(operands_of(tensor))
+
+
+def test_an_end_that_fails_releases_the_memory() -> None:
+    tensor, memory = torch.zeros(4), MemoryInFlight()
+    operands = operands_of(tensor)
+    memory.claim(operands)
+    tensor.data = torch.ones(4)
+    with pytest.raises(TotalReduceError, match="other memory"):
+        operands.end(well=True)
+    assert operands.claimed_in is None
