@@ -1,12 +1,21 @@
 """The handle of an operation: who waits for its end, what it ends, and in which order they learn of it."""
 
+import gc
 import threading
 import time
+import weakref
+from typing import cast
 
 import pytest
+import torch
 
+from totalreduce.engine.submission import Submission
+from totalreduce.fastlane.lane import Carriage
 from totalreduce.foundation.errors import TotalReduceError
+from totalreduce.foundation.types import DType, OpKind, ReduceOp, Signature
 from totalreduce.runner.handle import Handle
+from totalreduce.runner.repeated import Begun
+from totalreduce.tensors.memory import MemoryInFlight, Operands
 
 
 def waiters_of(handle, number):
@@ -72,3 +81,19 @@ def test_an_error_at_the_end_is_that_of_the_operation() -> None:
     handle.complete(None)
     assert handle.done
     assert str(handle.error) == "moved"
+
+
+def test_the_handle_of_an_ended_operation_keeps_no_memory() -> None:
+    """A program may keep many handles."""
+    tensor = torch.zeros(4)
+    operands, memory = Operands("t"), MemoryInFlight()
+    signature = Signature(OpKind.ALLREDUCE, DType.FLOAT32, ReduceOp.SUM, 4, ())
+    submission = Submission("t", signature, [operands.add(tensor, writes=True)])
+    memory.claim(operands)
+    handle = Begun(submission, (1, 0), cast(Carriage, None), operands.end).handle()
+    storage = weakref.ref(tensor.untyped_storage())
+    del operands, submission, tensor
+    assert storage() is not None
+    handle.complete(None)
+    gc.collect()
+    assert storage() is None

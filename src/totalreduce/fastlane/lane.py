@@ -274,7 +274,7 @@ class Carriage:
         self.other: int | None = None
         self.iteration = operation.key[1] + 1  # 0 stands for an entry without an operation
 
-    def lie(self, place: _Place, buffers: _Buffers) -> None:
+    def write_place(self, place: _Place, buffers: _Buffers) -> None:
         """Write where the buffers of the operation are into the block."""
         self.plan.write(self.words, place)
         self.place, buffer = place, None if self.plan.has_blocks else buffers[0]
@@ -375,7 +375,7 @@ class FastLane:
         words[exchange.ITERATION] = carriage.iteration
         words[exchange.HOME] = _home(operation.key)
         words[exchange.ENTRY] = self._entries_at + number * exchange.ENTRY_BYTES
-        carriage.lie(place, buffers)
+        carriage.write_place(place, buffers)
         if stage is not None:
             self._use_stage(carriage, stage)
         self._entries[number] = self.carried[operation] = carriage
@@ -468,7 +468,7 @@ class FastLane:
         assert carriage.other is not None
         words = carriage.words
         if place is not carriage.place:
-            carriage.lie(place, buffers)
+            carriage.write_place(place, buffers)
         carriage.ended = carriage.given_back = False
         words[exchange.ANNOUNCED] = words[exchange.FOUND] = 0  # the last operation's, until ``restart``
         carriage.buffers, carriage.iteration = buffers, key[1] + 1

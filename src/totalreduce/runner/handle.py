@@ -62,8 +62,8 @@ class Handle:
     def complete(self, error: BaseException | None) -> None:
         """End the operation. Called once, by the runner."""
         end = self._end
+        self._end = self.begun = None  # the handle may live long, and must not keep the memory of tensors as long
         if end is not None:
-            self._end = None
             try:
                 end(well=error is None)
             except Exception as failure:
