@@ -13,8 +13,7 @@ from totalreduce.engine.submission import Submission
 from totalreduce.fastlane.lane import Carriage
 from totalreduce.foundation.errors import TotalReduceError
 from totalreduce.foundation.types import DType, OpKind, ReduceOp, Signature
-from totalreduce.runner.handle import Handle
-from totalreduce.runner.repeated import Begun
+from totalreduce.runner.handle import Begun, Handle
 from totalreduce.tensors.memory import MemoryInFlight, Operands
 
 

@@ -25,8 +25,8 @@ from totalreduce.engine.submission import Submission
 from totalreduce.fastlane.lane import Carriage, FastLane
 from totalreduce.foundation.header import Header
 from totalreduce.kernels import exchange
-from totalreduce.runner.handle import End, Handle
-from totalreduce.runner.repeated import Begun, KnownCarriages
+from totalreduce.runner.handle import Begun, End, Handle
+from totalreduce.runner.repeated import KnownCarriages
 from totalreduce.schedules.actions import Mode
 from totalreduce.transports.base import Lease, Outgoing
 

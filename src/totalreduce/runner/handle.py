@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, final
+from typing import Protocol, final
 
 from totalreduce.engine.operation import Operation
+from totalreduce.engine.submission import Submission
+from totalreduce.fastlane.lane import Carriage
 
-if TYPE_CHECKING:
-    from totalreduce.runner.repeated import Begun
-
-__all__ = ["End", "Handle", "call_all"]
+__all__ = ["Begun", "End", "Handle", "call_all"]
 
 
 def call_all(callbacks: list[Callable[[], None]]) -> None:
@@ -41,7 +40,7 @@ class Handle:
         error: The error with which it failed.
         operation: The engine's operation; ``None`` for a receive from anybody, until a message has come, and for an
             operation that the engine has not adopted.
-        begun: The operation, until the engine has adopted it (``runner.repeated``).
+        begun: The operation, if it has begun in the fast lane and the engine does not know it.
     """
 
     __slots__ = ("_callbacks", "_end", "begun", "done", "error", "operation")
@@ -94,3 +93,29 @@ class Handle:
             except ValueError:
                 return  # another thread is calling it
             callback()
+
+
+@final
+class Begun:
+    """An operation that has begun in the fast lane and that the engine does not know.
+
+    Attributes:
+        submission: The operation as it was submitted.
+        key: Its key.
+        carriage: What the fast lane keeps of it.
+    """
+
+    __slots__ = ("_end", "_handle", "carriage", "key", "submission")
+
+    def __init__(self, submission: Submission, key: tuple[int, int], carriage: Carriage, end: End | None) -> None:
+        """``end``: what its handle calls at its end."""
+        self.submission, self.key, self.carriage, self._end = submission, key, carriage, end
+        self._handle: Handle | None = None
+
+    def handle(self) -> Handle:
+        """Return the handle; make it when it is needed first. Called under the lock."""
+        handle = self._handle
+        if handle is None:
+            handle = self._handle = Handle(self._end)
+            handle.begun = self
+        return handle

@@ -12,39 +12,12 @@ from typing import final
 from totalreduce.engine.operation import Operation
 from totalreduce.engine.submission import Submission
 from totalreduce.fastlane.lane import Carriage
-from totalreduce.runner.handle import End, Handle
 
-__all__ = ["Begun", "KnownCarriages"]
+__all__ = ["KnownCarriages"]
 
 #: Names whose carriages are kept. A carriage has some two KiB. The fast lane has two entries for half of them; the
 #: others take entries that are free at the moment.
 _NAMES_MAX = 1024
-
-
-@final
-class Begun:
-    """An operation that has begun in the fast lane and that the engine does not know.
-
-    Attributes:
-        submission: The operation as it was submitted.
-        key: Its key.
-        carriage: What the fast lane keeps of it.
-    """
-
-    __slots__ = ("_end", "_handle", "carriage", "key", "submission")
-
-    def __init__(self, submission: Submission, key: tuple[int, int], carriage: Carriage, end: End | None) -> None:
-        """``end``: what its handle calls at its end."""
-        self.submission, self.key, self.carriage, self._end = submission, key, carriage, end
-        self._handle: Handle | None = None
-
-    def handle(self) -> Handle:
-        """Return the handle; make it when it is needed first. Called under the lock."""
-        handle = self._handle
-        if handle is None:
-            handle = self._handle = Handle(self._end)
-            handle.begun = self
-        return handle
 
 
 @final
