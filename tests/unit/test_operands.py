@@ -441,3 +441,22 @@ def test_an_end_that_fails_releases_the_memory() -> None:
     with pytest.raises(TotalReduceError, match="other memory"):
         operands.end(well=True)
     assert operands.claimed_in is None
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_claim_that_fails_notes_nothing(alone: bool) -> None:
+    """The end of an operation that has claimed nothing must not release what another one has claimed."""
+    tensor, memory = torch.zeros(4), MemoryInFlight()
+    first, second = operands_of(tensor), operands_of(tensor)
+    if not alone:
+        memory.claim(operands_of(torch.zeros(4)))
+    memory.claim(first)
+    with pytest.raises(ConfigurationError, match="in flight"):
+        memory.claim(second)
+    assert second.claimed_in is None
+    second.end(well=False)
+    with pytest.raises(ConfigurationError, match="in flight"):
+        memory.claim(operands_of(tensor))
+    first.end(well=True)
+    memory.claim(second)
+    assert second.claimed_in is memory

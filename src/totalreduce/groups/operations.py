@@ -171,7 +171,7 @@ class Operations:
         assert buffer is not None
         assert operands is not None
         priority, scope = checks.priority(priority), self.scope + _MESSAGES
-        self._memory.claim(operands, wait_s=patience_s if self.waits_for_memory else None)
+        self.claim(operands, patience_s)
         try:
             operands.prepare()
             handle = Handle(operands.end)
@@ -192,13 +192,13 @@ class Operations:
 
         return self._barriers.wait(submit, patience_s)
 
-    def claim(self, operands: Operands, patience_s: float, beside: Sequence[Operands]) -> None:
-        """Claim the memory of one of several operations that begin together, until ``operands.end``.
+    def claim(self, operands: Operands, patience_s: float, beside: Sequence[Operands] = ()) -> None:
+        """Claim the memory of an operation until ``operands.end``.
 
         Args:
             operands: The operation's tensors.
             patience_s: Seconds to wait for operations that use the same memory, with ``waits_for_memory``.
-            beside: The operations that begin together with this one, and have claimed their memory.
+            beside: Operations that begin together with this one, and have claimed their memory.
 
         Raises:
             ConfigurationError: An operation in flight uses the same memory (see ``MemoryInFlight.claim``).

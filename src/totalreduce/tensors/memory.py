@@ -389,10 +389,10 @@ class MemoryInFlight:
         """
         if len(operands.writes) + len(operands.reads) > 1 and operands.writes:
             self._check_itself(operands)
-        operands.claimed_in = self
         with self._lock:
             if not (self._alone or self._waiting or self._writes.entries or self._reads.entries or self._strided):
                 self._alone = operands
+                operands.claimed_in = self
                 return
             if self._alone is not None:
                 self._note(self._alone)
@@ -411,6 +411,7 @@ class MemoryInFlight:
                     )
                 self._wait(operands, wait_s)
             self._note(operands)
+            operands.claimed_in = self
 
     def release(self, operands: Operands) -> None:
         """Note that an operation has ended, or was not submitted after all."""
