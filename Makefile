@@ -8,6 +8,7 @@ TRITON := $(VENV)/triton
 # Many tests wait for other processes or for a deadline, so that one more test than there are cores runs at a time.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, (os.cpu_count() or 1) + 1))')
 PYTEST := $(BIN)/python -m pytest
+INTERPRETED := PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(PYTEST)
 # pip would compile every module of every package, one after the other; Python compiles those that are imported.
 PIP    := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
 # The theme's makers announce with each build that another generator will replace it in 2027.
@@ -61,11 +62,12 @@ warm-tests: $(STAMP)
 
 # The tests of Triton's kernels, in its interpreter. They are one process, which runs beside lint and warm-tests.
 triton-tests: $(TRITON)/.installed warm-kernels
-	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(PYTEST) tests/unit/test_device_accumulator.py tests/unit/test_exports.py
+	$(INTERPRETED) -m "not slow" tests/unit/test_device_accumulator.py tests/unit/test_exports.py
 
 # What is too long for every commit: a thousand simulated seeds, a thousand training steps, faults under load.
-soak: $(STAMP)
+soak: $(STAMP) $(TRITON)/.installed
 	$(PYTEST) -m slow --timeout 1800 $(ARGS)
+	$(INTERPRETED) -m slow tests/unit/test_device_accumulator.py
 
 bench: $(STAMP)
 	$(BIN)/totalreduce bench report $(ARGS)

@@ -31,9 +31,24 @@ WHERE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 TRITON = importlib.util.find_spec("triton") is not None and (WHERE == "cuda" or "TRITON_INTERPRET" in os.environ)
+KERNELS = ["torch", "triton"] if TRITON else ["torch"]
 
 
-@pytest.fixture(params=["torch", "triton"] if TRITON else ["torch"], scope="module")
+def cases(values, takes_long) -> list:
+    """All pairs of kernels and values. Those that take long, interpreted, belong to `make soak`."""
+    return [
+        pytest.param(
+            kernels,
+            value,
+            id=f"{kernels}-{value}",
+            marks=[pytest.mark.slow] if WHERE == "cpu" and kernels == "triton" and value in takes_long else [],
+        )
+        for kernels in KERNELS
+        for value in values
+    ]
+
+
+@pytest.fixture(params=KERNELS, scope="module")
 def kernels(request: pytest.FixtureRequest):
     if request.param == "torch":
         return plain
@@ -174,12 +189,13 @@ def test_everything() -> None:
         assert not each.flat().any()
 
 
-# Where all elements are listed there are fewer: Triton's interpreter takes a round for every 32nd of a block.
-@pytest.mark.parametrize(
-    ("k", "edges"), [(0, EDGES), (1, EDGES), (200, EDGES), (9000, (0, 5000, 5000, 5003, 9000))], ids=[0, 1, 200, "all"]
-)
-def test_a_selector_chooses_the_same(kernels, k: int, edges: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("kernels", "k"), cases((0, 1, 200, "all"), takes_long=(1, "all")), indirect=["kernels"])
+def test_a_selector_chooses_the_same(kernels, k: int | str) -> None:
     """Through jumps that need a second reading, many equal magnitudes, zeros and what is not finite."""
+    edges = EDGES
+    if k == "all":  # of fewer elements: Triton's interpreter takes a round for every 32nd of a block
+        edges = (0, 5000, 5000, 5003, 9000)
+        k = edges[-1]
     n = edges[-1]
     ties = np.where(normal(n, 9) > 0, np.float32(1.0), np.float32(-1.0))
     nothing, broken = np.zeros(n, np.float32), normal(n, 7)
@@ -196,7 +212,10 @@ def test_a_selector_chooses_the_same(kernels, k: int, edges: tuple[int, ...]) ->
         assert (chosen.bound, chosen.finite) == (expected.bound, expected.finite)
 
 
-@pytest.mark.parametrize("name", METHODS)
+# Top-k A and Ok-Topk call the kernels in every way in which the four methods do that take long.
+@pytest.mark.parametrize(
+    ("kernels", "name"), cases(METHODS, takes_long=("gtopk", "topkdsa", "shared", "gaussiank")), indirect=["kernels"]
+)
 def test_methods_give_the_same_bits(kernels, name: str) -> None:
     settings = {} if name in ("dense", "powersgd", "coded") else {"density": 0.1}
     shapes, moves = ((40, 30), (0,), (500,)), name == "gtopk"

@@ -31,11 +31,11 @@ __all__ = [
     "send_receive",
 ]
 
-#: Steps that a rank of an alltoall may be ahead. Measured with 8 hosts and 16 MiB: with a core for each rank, 2, 4 and 8
-#: steps take the same time at 1 Gbit/s. With 2 cores for all, 8 steps took 145 to 147 ms and 4 took 144 to 165 (medians
-#: of five runs in turns); at 200 Mbit/s, where the processors do not limit, 700 to 770 and 740 to 810. A single step
-#: takes 820 to 1,000 there: whoever has sent to a slow receiver waits. To let a lane wait until each message has left,
-#: or to begin one lane after the other, was slower as well.
+#: Steps that a rank of an alltoall may be ahead. Measured with 8 hosts and 16 MiB: with a core for each rank, 2, 4 and
+#: 8 steps take the same time at 1 Gbit/s. With 2 cores for all, 8 steps took 145 to 147 ms and 4 took 144 to 165
+#: (medians of five runs in turns); at 200 Mbit/s, where the processors do not limit, 700 to 770 and 740 to 810. A
+#: single step takes 820 to 1,000 there: a rank that has sent to a slow receiver waits. To let a lane wait until each
+#: message has left, or to begin one lane after the other, was slower as well.
 WINDOW = 8
 #: Of larger tensors the bytes that the other ranks have staged have left the cache before they are read. Measured with
 #: 4 ranks: 64 MiB direct 60-70 ms, ring 61-75; 256 MiB direct 300-350, ring 245-310.
