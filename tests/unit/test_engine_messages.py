@@ -8,6 +8,7 @@ from totalreduce.engine.operation import Operation
 from totalreduce.foundation.errors import ConfigurationError, GroupClosed, MismatchError, PeerLost
 from totalreduce.foundation.header import Frame
 from totalreduce.foundation.types import Algorithm, DType, OpKind, ReduceOp, Signature
+from totalreduce.schedules.direct import WINDOW
 
 GATHER = Signature(OpKind.GATHER, DType.FLOAT64, ReduceOp.NONE, 0, ())
 SCATTER = Signature(OpKind.SCATTER, DType.FLOAT64, ReduceOp.NONE, 0, ())
@@ -252,6 +253,22 @@ def test_every_pair_of_an_alltoall_has_its_own_size() -> None:
             if source != rank:
                 got = bytes(operation.buffers[3 + source])
                 assert got == bytes([10 * source + rank]) * (8 * counts[source][rank])
+
+
+def test_an_alltoall_of_more_ranks_than_its_window() -> None:
+    """The last blocks of a rank leave after it has received the first ones of others."""
+    size = 2 * WINDOW + 1
+    rack = Rack(size)
+    operations = [rack.blocks(rank, "w", ALLTOALL, [2] * 2 * size) for rank in range(size)]
+    for rank, operation in enumerate(operations):
+        for target in range(size):
+            operation.buffers[target][:] = bytes([rank, target]) * 8
+    rack.run()
+    for rank, operation in enumerate(operations):
+        assert operation.error is None
+        for source in range(size):
+            if source != rank:
+                assert bytes(operation.buffers[size + source]) == bytes([source, rank]) * 8
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])

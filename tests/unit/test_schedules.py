@@ -5,6 +5,7 @@ place at any time is put there as soon as it is sent: the harshest reading of th
 """
 
 import dataclasses
+import itertools
 import math
 import random
 from collections import Counter
@@ -386,13 +387,12 @@ def run_without(kind: OpKind, programs: list[Program], absent: int, root: int) -
 
 
 def test_an_alltoall_is_throttled() -> None:
-    """No rank is more than the window ahead of what it has received."""
-    for rank in range(9):
-        ahead = 0
-        for action in program_for(OpKind.ALLTOALL, Algorithm.DIRECT, rank, 9).actions:
-            ahead += 1 if isinstance(action, Send) else -1
-            assert 0 <= ahead <= direct.WINDOW
-        assert ahead == 0
+    """No rank is more than the window ahead of what it has received, and every rank uses the window."""
+    world_size = 2 * direct.WINDOW + 1
+    for rank in range(world_size):
+        actions = program_for(OpKind.ALLTOALL, Algorithm.DIRECT, rank, world_size).actions
+        ahead = list(itertools.accumulate(1 if isinstance(action, Send) else -1 for action in actions))
+        assert (min(ahead), max(ahead), ahead[-1]) == (0, direct.WINDOW, 0)
 
 
 # ------------------------------------------------------------------------------------------------------------- anytime
