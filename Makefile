@@ -67,7 +67,7 @@ triton-tests: $(TRITON)/.installed warm-kernels
 # What is too long for every commit: a thousand simulated seeds, a thousand training steps, faults under load.
 soak: $(STAMP) $(TRITON)/.installed
 	$(PYTEST) -m slow --timeout 1800 $(ARGS)
-	$(INTERPRETED) -m slow tests/unit/test_device_accumulator.py
+	$(if $(ARGS),,$(INTERPRETED) -m slow tests/unit/test_device_accumulator.py)
 
 bench: $(STAMP)
 	$(BIN)/totalreduce bench report $(ARGS)
