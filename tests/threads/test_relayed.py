@@ -14,6 +14,7 @@ from totalreduce.foundation.config import EngineConfig, TcpConfig
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
 from totalreduce.relay.relay import Relay
+from totalreduce.schedules.spec import LinkModel
 from totalreduce.testing import run_ranks
 
 WORLD_SIZES = [2, 3, 5, 8]
@@ -48,6 +49,25 @@ def values_of(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(-(1 << 30), 1 << 30, (size,), dtype=dtype, generator=generator)
 
 
+def exchange_blocks(group: Group) -> list[torch.Tensor]:
+    """Return the results of an alltoall, a gather and a scatter of blocks of different sizes; check the alltoall's."""
+
+    def block(source: int, target: int) -> torch.Tensor:
+        return values_of(source, 5003 + 37 * source + 11 * target, torch.float64)
+
+    rank, ranks = group.rank, range(group.world_size)
+    received = [torch.empty_like(block(source, rank)) for source in ranks]
+    group.alltoall(received, [block(rank, target) for target in ranks], name="alltoall").wait()
+    assert all(torch.equal(tensor, block(source, rank)) for source, tensor in enumerate(received))
+    gathered = [torch.empty_like(block(source, 0)) for source in ranks] if rank == 1 else None
+    group.gather(gathered, block(rank, 0), root=1, name="gather").wait()
+    scattered = torch.empty_like(block(1, rank))
+    group.scatter(
+        scattered, [block(1, target) for target in ranks] if rank == 1 else None, root=1, name="scatter"
+    ).wait()
+    return [*received, *(gathered or []), scattered]
+
+
 #: Name, element type and the reduction of an allreduce.
 REDUCTIONS = [
     ("sum", torch.float32, ReduceOp.SUM),
@@ -59,13 +79,30 @@ REDUCTIONS = [
 ]
 
 
+#: Between hosts that are so near, an operation waits in the relay until its receiver has submitted it.
+NEAR = LinkModel(latency_s=1e-9)
+
+
+def come_near(group: Group) -> None:
+    """Let all ranks use ``NEAR``, while no operation is in flight."""
+    group.barrier()
+    group._runner.engine.planner.use_links(NEAR)
+    group.barrier()
+
+
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_no_bit_depends_on_the_relay(world_size: int, taken: list[str]) -> None:
-    """Allreduces, an allgather and broadcasts, twice each: from the second one on all connections are known."""
+    """Collectives of every kind, several times each: from the second one on all connections are known.
+
+    In the first three rounds, messages of the engine begin every operation; in the last two only those of which the
+    relay cannot take all.
+    """
 
     def body(group: Group) -> list[torch.Tensor]:
         results = []
-        for _ in range(3):
+        for iteration in range(5):
+            if iteration == 3:
+                come_near(group)
             for name, dtype, op in REDUCTIONS:
                 tensor = values_of(group.rank, 20_011, dtype)
                 group.allreduce(tensor, name=name, op=op, schedule="ring").wait()
@@ -84,11 +121,13 @@ def test_no_bit_depends_on_the_relay(world_size: int, taken: list[str]) -> None:
             mine = values_of(group.rank, 5003 + group.rank, torch.float16)
             group.allgather(blocks, mine, name="allgather", schedule="ring").wait()
             results += blocks
+            results += exchange_blocks(group)
         return results
 
     relayed = run_ranks(world_size, body, transport="tcp", engine=SHORT, tcp=PATIENT)
     # Which operations are taken depends on how late a rank is. All kinds of them are in three rounds of all ranks.
     assert {name for name, _, _ in REDUCTIONS} | {"broadcast", "reduce", "reduce_scatter", "allgather"} <= set(taken)
+    assert {"alltoall", "gather", "scatter"} <= set(taken)
     taken.clear()
     alone = run_ranks(world_size, body, transport="tcp", engine=SHORT, tcp=ALONE)
     assert not taken
@@ -97,8 +136,13 @@ def test_no_bit_depends_on_the_relay(world_size: int, taken: list[str]) -> None:
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize(("world_size", "seed"), [(2, 1), (3, 2), (4, 3), pytest.param(7, 4, marks=pytest.mark.slow)])
-def test_operations_in_any_order_beside_those_of_the_engine(world_size: int, seed: int, taken: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "seed", "near"),
+    [(2, 1, False), (3, 2, True), (4, 3, False), (5, 5, True), pytest.param(7, 4, True, marks=pytest.mark.slow)],
+)
+def test_operations_in_any_order_beside_those_of_the_engine(
+    world_size: int, seed: int, near: bool, taken: list[str]
+) -> None:
     """Names, types, sizes and priorities by chance; every rank submits and waits in an order of its own."""
     chance = random.Random(seed)
     types = [torch.float32, torch.float64, torch.int32, torch.bfloat16]
@@ -109,6 +153,8 @@ def test_operations_in_any_order_beside_those_of_the_engine(world_size: int, see
 
     def body(group: Group) -> None:
         mine = random.Random(100 * seed + group.rank)
+        if near:
+            come_near(group)
         for iteration in range(3):
             order = list(range(len(operations)))
             mine.shuffle(order)
@@ -185,6 +231,42 @@ def test_a_rank_that_leaves_fails_what_the_relay_has(taken: list[str]) -> None:
     assert second is not None
     assert first[1]
     assert second[1]
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "alltoall"])
+def test_a_late_rank_delays_an_operation_in_the_relay_and_changes_no_value(kind: str, taken: list[str]) -> None:
+    """Ranks 0 and 2 have it in the relay before rank 1 submits it."""
+    late, together = threading.Event(), threading.Barrier(3)
+
+    def body(group: Group) -> list[float]:
+        rank, results = group.rank, []
+        come_near(group)
+        for iteration in range(3):
+            if iteration == 2 and together.wait(20) == 0:
+                taken.clear()
+            together.wait(20)
+            if iteration == 2 and rank == 1:
+                assert late.wait(20)
+            if kind == "allreduce":
+                tensors = [torch.full((20_011,), rank + iteration + 1.0)]
+                work = group.allreduce(tensors[0], name=kind)
+            else:
+                tensors = [torch.empty(20_011) for _ in range(3)]
+                work = group.alltoall(tensors, [torch.full((20_011,), rank + iteration + 1.0)] * 3, name=kind)
+            if iteration == 2 and rank == 0:
+                until(lambda: taken.count(kind) == 2)
+                assert not work.done()
+                late.set()
+            work.wait()
+            results += [float(tensor.sum()) / 20_011 for tensor in tensors]
+            group.barrier()
+        return results
+
+    expected = {
+        "allreduce": [[6.0, 9.0, 12.0]] * 3,
+        "alltoall": [[source + iteration + 1.0 for iteration in range(3) for source in range(3)]] * 3,
+    }
+    assert run_ranks(3, body, transport="tcp", engine=SHORT, tcp=PATIENT) == expected[kind]
 
 
 def test_a_neighbour_that_has_ended_may_leave(taken: list[str]) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from totalreduce.engine.layout import OperationLayout
 from totalreduce.foundation.config import EngineConfig
-from totalreduce.foundation.partition import balanced_range, lane_count
+from totalreduce.foundation.partition import balanced_range, exchange_window, lane_count
 from totalreduce.foundation.types import Algorithm, DType, OpKind, ReduceOp, Signature
 from totalreduce.schedules import algorithms_of, program_for
 from totalreduce.schedules.actions import Receive, Send
@@ -152,3 +152,8 @@ def test_a_sum_goes_into_the_output_block() -> None:
     [receive] = [p for action, p in zip(program.actions, layout.regions(0), strict=True) if isinstance(action, Receive)]
     assert receive is not None
     assert (receive.buffer, receive.into, receive.start, receive.stop) == (1, 2, 0, 20)
+
+
+@pytest.mark.parametrize(("bytes_per_s", "num_peers", "window"), [(25e6, 7, 128_571), (125e6, 3, 1_500_000), (1, 9, 1)])
+def test_blocks_under_way_take_a_link_the_same_time_for_any_number_of_ranks(bytes_per_s, num_peers, window):
+    assert exchange_window(bytes_per_s, num_peers) == window

@@ -11,14 +11,18 @@ import pytest
 from test_tcp import CONFIG, Message, Rank, settle, turn
 
 from totalreduce.engine.engine import Engine
-from totalreduce.engine.relaying import Order, RelayPlan, RelayTask
+from totalreduce.engine.relay_plan import RelayPlan
+from totalreduce.engine.relaying import Order, RelayTask
 from totalreduce.engine.submission import Submission
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.header import Flag, Frame, Header
+from totalreduce.foundation.partition import PIECE_BYTES_MIN, exchange_window
 from totalreduce.foundation.types import DType, OpKind, ReduceOp, Signature
 from totalreduce.kernels import relay as words
 from totalreduce.kernels.element_types import FLOAT32, FLOAT64, INT32, INT64, MAX, MIN, PRODUCT, SUM
-from totalreduce.relay.relay import Relay, RelaySettings
+from totalreduce.relay.relay import Relay, RelayedOperation, RelaySettings
+from totalreduce.schedules.actions import Send
+from totalreduce.schedules.spec import LinkModel
 from totalreduce.transports.handshake import JobIdentity
 from totalreduce.transports.tcp import TcpTransport, listen
 
@@ -92,8 +96,9 @@ def task(number, rows, buffer, *, priority=0, promoted=False, kind=FLOAT32, redu
         sources=frozenset({1} if False in sends else ()),
         targets=frozenset({1} if True in sends else ()),
         rows=lane_rows,
-        lanes=words.lanes_of(lane_rows),
-        following=[],
+        lanes=words.lanes_of(lane_rows, [SIGNATURE] * lanes, [[0]] * lanes, of_blocks=False),
+        ahead=0,
+        positions=lambda operation, waiting: None,
         kind=kind,
         itemsize=8 if kind in (FLOAT64, INT64) else 4,
         reduction=reduction,
@@ -104,7 +109,21 @@ def task(number, rows, buffer, *, priority=0, promoted=False, kind=FLOAT32, redu
     receives, leaves = (sends.index(what) if what in sends else len(rows) for what in (False, True))
     positions = [(receives, leaves)] * lanes
     order = Order(promoted, priority, number)
-    return RelayTask(plan, (number, 0), SIGNATURE, order, [memoryview(buffer).cast("B")], positions, [], number)
+    return RelayTask(plan, (number, 0), order, [memoryview(buffer).cast("B")], positions, [], (), number)
+
+
+def block_task(number, buffer, *, ahead, held_back=()):
+    """Return a task that sends the first half of a buffer to rank 1 and receives the second, 1,000 bytes at a time."""
+    half = memoryview(buffer).nbytes // 2
+    rows = [
+        array("q", [word for start in range(0, half, 1000) for word in row(what, 1, begin + start, 1000)])
+        for what, begin in ((words.SEND, 0), (words.REPLACE, half))
+    ]
+    count = half // 1000
+    made = task(number, [row(words.SEND, 1, 0, 1000), row(words.REPLACE, 1, 0, 1000)], buffer)
+    lane_words = words.lanes_of(rows, [SIGNATURE] * 2, [[0]] * 2, of_blocks=True)
+    plan = dataclasses.replace(made.plan, rows=rows, lanes=lane_words, ahead=ahead)
+    return made._replace(plan=plan, positions=[(count, 0), (0, count)], held_back=held_back)
 
 
 class Part(Message):
@@ -169,7 +188,8 @@ def sums_task(number, buffer, *, lanes, handed=()):
         for lane in range(lanes)
     ]
     sums = {(0, lane): lane for lane in range(lanes)}
-    plan = dataclasses.replace(made.plan, rows=rows, lanes=words.lanes_of(rows), sums=sums, sum_bytes=1024)
+    lane_words = words.lanes_of(rows, [SIGNATURE] * lanes, [[0]] * lanes, of_blocks=False)
+    plan = dataclasses.replace(made.plan, rows=rows, lanes=lane_words, sums=sums, sum_bytes=1024)
     positions = [(2, 1) if lane in dict(handed) else (0, 1) for lane in range(lanes)]
     return made._replace(plan=plan, positions=positions, sums=[(lane, memoryview(body)) for lane, body in handed])
 
@@ -196,6 +216,82 @@ def test_sums_outside_the_tensor_have_memory_until_they_have_left(pair, at_once)
     np.testing.assert_array_equal(buffer, mine)
     used = user.relay_has[9].touched_bytes
     assert used == 1024 if not at_once else 1024 <= used <= 1024 * lanes
+
+
+def blocks_of(num_rows):
+    """Return a buffer for ``block_task``, the block that leaves, and the one that will come, row by row."""
+    mine, theirs = np.arange(250 * num_rows, dtype=np.float32), -np.arange(250 * num_rows, dtype=np.float32)
+    buffer = np.concatenate([mine, np.zeros_like(theirs)])
+    return buffer, mine, np.split(theirs, num_rows)
+
+
+def test_a_block_leaves_only_so_far_ahead_of_what_has_come(pair):
+    user, peer = pair
+    arrived = accept_all(peer)
+    buffer, mine, theirs = blocks_of(6)
+    user.waiting.append(block_task(9, buffer, ahead=2))
+    for index, body in enumerate(theirs):
+        settle(pair)
+        assert len(arrived) == min(2 + index, 6)
+        assert user.relay_has[9].num_received() == index
+        peer.post_bulk(Part(9, 1, body, lane=index))
+    turn(pair, lambda: user.ended == [9])
+    np.testing.assert_array_equal(buffer, np.concatenate([mine, *theirs]))
+    assert b"".join(body for _, _, body in arrived) == mine.tobytes()
+
+
+def test_nothing_leaves_to_a_peer_that_has_not_submitted_the_operation(pair):
+    """What the peer sends is received, and an operation without this limit is not held up."""
+    user, peer = pair
+    arrived = accept_all(peer)
+    buffer, mine, theirs = blocks_of(3)
+    user.waiting.append(block_task(9, buffer, ahead=3, held_back=(1,)))
+    user.waiting.append(task(8, [row(words.SEND, 0, 0, 1000)], mine))
+    peer.post_bulk(*(Part(9, 1, body, lane=index) for index, body in enumerate(theirs)))
+    turn(pair, lambda: user.relay_has and user.relay_has[9].num_received() == 3)
+    settle(pair)
+    assert [number for number, _, _ in arrived] == user.ended == [8]
+    relayed = user.relay_has[9]
+    assert list(relayed.held_back) == [1]
+    assert relayed.needs(1)
+    assert not relayed.needs(0)
+    relayed.posted(1)
+    assert not relayed.held_back
+    turn(pair, lambda: user.ended == [8, 9])
+    turn(pair, lambda: len(arrived) == 4)
+    assert b"".join(body for number, _, body in arrived if number == 9) == mine.tobytes()
+    np.testing.assert_array_equal(buffer, np.concatenate([mine, *theirs]))
+
+
+def test_the_rank_itself_may_receive_the_next_message_of_a_block(pair):
+    """One whose header was half-way in when the operation was taken. The relay goes on behind it."""
+    user, peer = pair
+    accept_all(peer)
+    buffer, _, theirs = blocks_of(2)
+    user.waiting.append(block_task(9, buffer, ahead=1))
+    turn(pair, lambda: user.relay_has)
+    relayed = user.relay_has[9]
+    wrong = [(1, 1, 1), (1, 0, 0), (0, 0, 1), (1, 2, 1)]
+    assert [relayed.expects(*message) for message in wrong] == [False] * 4
+    assert relayed.expects(1, 0, 1)
+    relayed.receive(1, 0, 1)
+    assert relayed.expects(1, 1, 1)
+    peer.post_bulk(Part(9, 1, theirs[1], lane=1))
+    turn(pair, lambda: user.ended == [9])
+    np.testing.assert_array_equal(buffer[750:], theirs[1])
+    assert not buffer[500:750].any(), "the body that the rank has received is not the relay's to write"
+
+
+def test_a_message_of_a_block_before_its_turn_is_left_to_the_rank(pair):
+    user, peer = pair
+    refused, _ = accept_all(user), accept_all(peer)
+    buffer, _, theirs = blocks_of(2)
+    user.waiting.append(block_task(9, buffer, ahead=1))
+    turn(pair, lambda: user.relay_has)
+    peer.post_bulk(Part(9, 1, theirs[1], lane=1), Part(9, 1, theirs[0], lane=0), Part(9, 1, theirs[1], lane=1))
+    turn(pair, lambda: user.ended == [9])
+    assert refused == [(9, 1, theirs[1].tobytes())]
+    np.testing.assert_array_equal(buffer[500:], np.concatenate(theirs))
 
 
 @pytest.mark.parametrize(
@@ -511,45 +607,199 @@ def test_encrypted_connections_have_no_relay(rank_tls):
 
 
 class Taker:
-    """A relay that takes everything, and an operation of it whose positions the test sets."""
+    """Takes operations and moves nothing."""
 
-    def __init__(self):
-        self.tasks, self.places, self.has_failed = [], [], False
+    def __init__(self, *, may_take=True):
+        self.taken, self.failed, self._may_take = [], deque(), may_take
+        self.words = np.zeros(words.BLOCK_WORDS, np.int64).data
 
     def may_take(self, plan):
-        return True
+        return self._may_take
 
     def take(self, task):
-        self.tasks.append(task)
-        self.places = list(task.positions)
-        return self
+        made = RelayedOperation(self.words, self.failed, task, 0, list(range(len(task.plan.rows))), (set(), set()))
+        self.taken.append(made)
+        for lane, positions in enumerate(task.positions):
+            self.put(lane, *positions)
+        return made
 
-    def positions(self):
-        return self.places
+    def put(self, lane, receives, sends):
+        at = words.LANES_AT + lane * words.LANE_WORDS
+        self.words[at + words.RECEIVES], self.words[at + words.SENDS] = receives, sends
 
-    def fail(self):
-        self.has_failed = True
+
+def engine_with(relay, *, far=False):
+    """Return rank 0 of three, whose links are near, so that an operation may wait until its peers have submitted it."""
+    engine = Engine(0, 3, EngineConfig(bulk_bytes=16, eager_bytes=64, segment_bytes=64, segment_bytes_min=16))
+    engine.outbox.bulk_peers = frozenset({1, 2})
+    engine.relaying.relay = relay
+    engine.planner.use_links(LinkModel(latency_s=1.0 if far else 1e-9))
+    return engine
+
+
+def submit(engine, kind, num_bytes, *, num_buffers=1, algorithm="ring"):
+    buffers = [memoryview(bytearray(num_bytes)) for _ in range(num_buffers)]
+    signature = Signature(kind, DType.FLOAT32, ReduceOp.SUM, 0, (num_buffers * num_bytes // 4,), algorithm=algorithm)
+    return engine.submit(Submission("name", signature, buffers), 0.0)
+
+
+def end(engine, operation):
+    """End an operation as if all its messages had come and left."""
+    engine.relaying.candidates.pop(operation, None)
+    engine._end(operation, 0.0, None)
+
+
+def exchange(engine):
+    """Submit an alltoall of blocks of 512 bytes: the first three buffers leave, the other three come."""
+    return submit(engine, OpKind.ALLTOALL, 512, num_buffers=6, algorithm="direct")
 
 
 def test_an_operation_in_the_relay_needs_a_peer_until_its_last_message():
     """Rank 0 of a ring of three receives from rank 2 and sends to rank 1."""
-    engine = Engine(0, 3, EngineConfig(bulk_bytes=16, eager_bytes=64, segment_bytes=64, segment_bytes_min=16))
-    engine.outbox.bulk_peers, relay = frozenset({1, 2}), Taker()
-    engine.relaying.relay = relay
-    signature = Signature(OpKind.ALLREDUCE, DType.FLOAT32, ReduceOp.SUM, 0, (600,), algorithm="ring")
-    operation = engine.submit(Submission("ring", signature, [memoryview(bytearray(2400))]), 0.0)
+    relay = Taker()
+    engine = engine_with(relay)
+    operation = submit(engine, OpKind.ALLREDUCE, 2400)
     engine.hand_over(0.0)
-    assert not relay.tasks, "rank 1 is not known to have submitted it"
+    assert not relay.taken, "rank 1 is not known to have submitted it"
     engine._rendezvous.on_posted(1, operation.key)
     engine.hand_over(0.0)
     assert operation.needs(1)
     assert operation.needs(2)
+    task = relay.taken[0].task
     length = len(operation.program.actions)
-    relay.places = [(receives, length) for receives, _ in relay.places]
+    for lane, (receives, _) in enumerate(task.positions):
+        relay.put(lane, receives, length)
     assert not operation.needs(1)
     assert operation.needs(2)
     engine.peer_departed(1, "it has closed the group", 1.0)
     assert not operation.finished
     engine.peer_departed(2, "it has closed the group", 1.0)
     assert operation.finished
-    assert relay.has_failed
+    assert list(relay.failed) == relay.taken
+
+
+@pytest.mark.parametrize("kind", [OpKind.ALLREDUCE, OpKind.ALLTOALL])
+def test_a_known_operation_is_in_the_relay_from_its_first_message_on(kind):
+    """The first one of a name tells the peers the signature. Later ones send nothing to peers that have not begun."""
+    relay = Taker()
+    engine = engine_with(relay)
+    for iteration in range(2):
+        operation = exchange(engine) if kind is OpKind.ALLTOALL else submit(engine, kind, 2400)
+        engine.hand_over(0.0)
+        if iteration == 0:
+            assert not relay.taken
+            assert operation.queued
+            end(engine, operation)
+    (relayed,) = relay.taken
+    assert operation.relayed is relayed
+    assert not operation.queued
+    targets = {1} if kind is OpKind.ALLREDUCE else {1, 2}
+    assert set(relayed.task.held_back) == targets
+    lengths = [len(rows) // words.ROW_WORDS for rows in relayed.task.plan.rows]
+    if kind is OpKind.ALLTOALL:
+        assert relayed.task.positions == [(4, 0), (4, 0), (0, 4), (0, 4)]
+        assert lengths == [4] * 4
+    else:
+        assert {sends for _, sends in relayed.task.positions} == {0}
+
+
+def test_operations_begin_with_messages_of_the_engine_where_that_is_better():
+    """The links are far, or a peer would not say that it has begun, because it expects no more than the allowance."""
+    for far, num_bytes in ((True, 512), (False, 64)):
+        relay = Taker()
+        engine = engine_with(relay, far=far)
+        for _ in range(2):
+            operation = submit(engine, OpKind.ALLTOALL, num_bytes, num_buffers=6, algorithm="direct")
+            engine.hand_over(0.0)
+            assert operation.queued
+            end(engine, operation)
+        assert not relay.taken
+
+
+def test_an_operation_that_the_relay_cannot_take_begins_with_messages_of_the_engine():
+    engine = engine_with(Taker(may_take=False))
+    end(engine, exchange(engine))
+    operation = exchange(engine)
+    assert not operation.queued
+    engine.hand_over(0.0)
+    assert {peer: len(messages) for peer, messages in operation.queued.items()} == {1: 4, 2: 4}
+    assert not engine.relaying.candidates
+
+
+def test_a_message_that_came_before_the_hand_over_is_not_lost():
+    """A peer whose relay does not work sends at once. Then messages of the engine carry the operation out here."""
+    relay = Taker()
+    engine = engine_with(relay)
+    end(engine, exchange(engine))
+    operation = exchange(engine)
+    layout = operation.layout
+    header = Header(
+        Frame.DATA,
+        0,
+        *operation.key,
+        step=2,
+        body_bytes=128,
+        flags=Flag.EAGER,
+        signature=layout.expectation.signature_from(1),
+    )
+    delivery = engine.accept(1, header, 0.0)
+    delivery.view[:] = bytes(range(128))
+    engine.delivered(delivery, 0.0)
+    engine.hand_over(0.0)
+    assert not relay.taken
+    assert operation.queued
+    assert bytes(operation.buffers[4][:128]) == bytes(range(128))
+    assert operation.progress() == "1 of 8 messages received"
+
+
+def test_a_rank_that_leaves_fails_an_operation_that_waits_for_the_relay():
+    engine = engine_with(Taker())
+    end(engine, exchange(engine))
+    operation = exchange(engine)
+    engine.peer_departed(1, "it has closed the group", 1.0)
+    assert operation.finished
+    engine.hand_over(1.0)
+    assert not engine.relaying.candidates
+    assert operation.relayed is None
+
+
+@pytest.mark.parametrize("mbit_per_s", [1, 200, 1000, 25_000])
+def test_sender_and_receiver_cut_a_block_alike(mbit_per_s):
+    """Blocks of different sizes, of which some have no more than the eager allowance."""
+    sizes = {(source, target): 40_000 + 700_000 * (source + 2 * target) for source in range(3) for target in range(3)}
+    cut = []
+    for rank in range(3):
+        engine = Engine(rank, 3, EngineConfig())
+        engine.planner.use_links(LinkModel(bytes_per_s=mbit_per_s * 125_000))
+        blocks = [sizes[rank, target] for target in range(3)] + [sizes[source, rank] for source in range(3)]
+        buffers = [memoryview(bytearray(size)) for size in blocks]
+        signature = Signature(OpKind.ALLTOALL, DType.UINT8, ReduceOp.SUM, 0, (0,), algorithm="direct")
+        layout = engine.submit(Submission("cut", signature, buffers), 0.0).layout
+        sent, received = {}, {}
+        for index, action in enumerate(layout.program.actions):
+            lengths = [
+                regions[index].body_bytes for regions in map(layout.regions, range(layout.num_lanes)) if regions[index]
+            ]
+            (sent if isinstance(action, Send) else received)[action.peer] = lengths
+        cut.append((sent, received))
+    window = exchange_window(mbit_per_s * 125_000, 2)
+    for source in range(3):
+        for target in {0, 1, 2} - {source}:
+            lengths = cut[source][0][target]
+            assert lengths == cut[target][1][source]
+            assert sum(lengths) == sizes[source, target]
+            if sum(lengths) > EngineConfig().eager_bytes:
+                assert max(lengths) <= max(PIECE_BYTES_MIN, window // 3)
+
+
+def test_a_message_to_one_rank_is_not_held_back():
+    """A receiver from any rank submits the operation only when it has heard of it."""
+    relay = Taker()
+    engine = engine_with(relay)
+    for _ in range(3):
+        signature = Signature(OpKind.SEND_RECV, DType.FLOAT32, ReduceOp.SUM, 0, (600,), algorithm="direct")
+        submission = Submission("to one", signature, [memoryview(bytearray(2400))], ranks=(0, 1), repeats=True)
+        operation = engine.submit(submission, 0.0)
+        engine.hand_over(0.0)
+        assert operation.queued
+    assert not relay.taken

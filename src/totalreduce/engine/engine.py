@@ -310,9 +310,13 @@ class Engine:
 
     def hand_over(self, now: float) -> None:
         """Hand operations over to the relay (``relaying``)."""
-        for operation in self.relaying.hand_over():
+        taken, refused = self.relaying.hand_over()
+        for operation in taken:
             if operation.state is State.WAITING:
                 self._first_byte(operation, now)
+        for operation in refused:
+            self._begin(operation, now)
+            self.relaying.started(operation, self.planner.selector.links)
 
     def relay_ended(self, operation: Operation, now: float) -> None:
         """Record that the relay has exchanged all messages of an operation."""
@@ -480,11 +484,13 @@ class Engine:
         if operation.finished or operation.carriage is not None:
             return reception.sink(peer, header)
         if operation.relayed is not None:
-            if not header.body_bytes and operation.relayed.receive_empty(peer, header.lane, header.step):
+            if not operation.relayed.expects(peer, header.lane, header.step):
+                raise ProtocolError(
+                    f"rank {peer} sent lane {header.lane}, step {header.step} of {operation.name!r} out of turn"
+                )
+            if not header.body_bytes:
+                operation.relayed.receive(peer, header.lane, header.step)
                 return reception.empty(peer, header)
-            raise ProtocolError(
-                f"rank {peer} sent lane {header.lane}, step {header.step} of {operation.name!r} out of turn"
-            )
         if header.flags & Flag.URGENT:
             self.promote(operation, now)
         if peer not in operation.posted_by:
@@ -524,6 +530,9 @@ class Engine:
             return  # the body was received only to be discarded
         if operation.state >= State.DONE:
             arrival.release()
+            return
+        if operation.relayed is not None:
+            operation.relayed.receive(peer, header.lane, header.step)
             return
         self._arrived(operation, lane, delivery.index, arrival, peer, header, now)
 
@@ -671,13 +680,19 @@ class Engine:
         for peer, theirs in early.described.items():
             self._check_signature(operation, peer, theirs, now)
         self._claim_floating(operation, now)
+        may_relay, links = not self.observers, self.planner.selector.links  # the relay reports no messages
+        if not may_relay or not self.relaying.offer(operation, links):
+            self._begin(operation, now)
+            if may_relay:
+                self.relaying.started(operation, links)
+        for peer in self.members.silent():
+            self._fail_if_needed(operation, peer, now)
+
+    def _begin(self, operation: Operation, now: float) -> None:
+        """Carry out every lane as far as possible."""
         if not operation.finished:
             for lane in operation.lanes:
                 self._advance(operation, lane, now)
-        if not self.observers:  # the relay reports no messages
-            self.relaying.started(operation)
-        for peer in self.members.silent():
-            self._fail_if_needed(operation, peer, now)
 
     def _first_byte(self, operation: Operation, now: float) -> None:
         operation.enter(State.MOVING)

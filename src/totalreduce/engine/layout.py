@@ -86,6 +86,7 @@ class OperationLayout:
         keeps_partials: Whether unfinished sums are kept in accumulators, because they are wider, or because this rank
             must not change the tensor.
         expected_bytes: By peer: about how many bytes it will send.
+        bytes_to: By peer: about how many bytes it expects.
         is_bulk: Whether all its messages leave by the connection for bulk, where there is one
             (``Transport.bulk_peers``), because one is longer than ``EngineConfig.bulk_bytes``. They may not take
             two connections, because those of a lane must arrive in the order of the steps (``SendQueue.push_back``).
@@ -98,6 +99,7 @@ class OperationLayout:
         "_cut",
         "_outgoing",
         "_regions",
+        "bytes_to",
         "carried_by",
         "dtype",
         "expectation",
@@ -125,10 +127,19 @@ class OperationLayout:
         config: EngineConfig,
         *,
         longest_bytes: int = 0,
+        piece_bytes: int = 0,
     ) -> None:
         """Cut the buffers into lanes.
 
-        ``longest_bytes``: how long segments of very large chunks may be, if longer than ``config.segment_bytes``.
+        Args:
+            signature: See ``OperationLayout``.
+            program: See ``OperationLayout``.
+            ranks: See ``OperationLayout``.
+            sizes: See ``OperationLayout``.
+            config: The length of segments.
+            longest_bytes: How long segments of very large chunks may be, if longer than ``config.segment_bytes``.
+            piece_bytes: How long segments of blocks of more than ``config.eager_bytes`` may be, if shorter; 0: as long
+                as others.
         """
         self.signature, self.program, self.ranks, self.sizes = signature, program, ranks, list(sizes)
         self.carried_by: Any = None
@@ -141,7 +152,7 @@ class OperationLayout:
         self.num_bytes = sum(sizes)
         self._cut = program.chunking is Chunking.CUT
         counts = [size // self.itemsize for size in sizes]
-        self._chunk_lanes = self._count_lanes(counts, config, longest_bytes)
+        self._chunk_lanes = self._count_lanes(counts, config, longest_bytes, piece_bytes)
         self.num_lanes = max(self._chunk_lanes)
         self.uneven = min(self._chunk_lanes) != self.num_lanes
         self._regions: dict[int, list[Region | None]] = {}
@@ -153,14 +164,20 @@ class OperationLayout:
                 pairs = self._outgoing if isinstance(action, Send) else incoming
                 pairs[action.peer] = with_count(packed, counts[action.chunk])
         self.expectation = Expectation(signature, packed, ranks, incoming)
-        self.expected_bytes = dict.fromkeys(program.sources, 0)
-        for action in program.actions:
-            if isinstance(action, Receive) and action.chunk != NOTHING:
-                size = sizes[0] // program.num_chunks if self._cut else sizes[action.chunk]
-                self.expected_bytes[action.peer] += size * action.span
+        self.expected_bytes = self._bytes_by_peer(Receive, program.sources)
+        self.bytes_to = self._bytes_by_peer(Send, program.targets)
         # Lane 0 takes part in every action, and has the longest messages.
         longest = max((region.body_bytes for region in self.regions(0) if region is not None), default=0)
         self.is_bulk = longest > config.bulk_bytes
+
+    def _bytes_by_peer(self, kind: type[Action], peers: Sequence[int]) -> dict[int, int]:
+        """Return about how many bytes the actions of a kind exchange with each peer: as many as the peer finds."""
+        num_bytes = dict.fromkeys(peers, 0)
+        for action in self.program.actions:
+            if isinstance(action, kind) and action.chunk != NOTHING:
+                size = self.sizes[0] // self.program.num_chunks if self._cut else self.sizes[action.chunk]
+                num_bytes[action.peer] += size * action.span
+        return num_bytes
 
     def signature_to(self, peer: int) -> bytes:
         """Return the packed signature of messages to ``peer``."""
@@ -225,7 +242,9 @@ class OperationLayout:
         after = chunk + span
         return first + chunk * size + min(chunk, larger), first + after * size + min(after, larger)
 
-    def _count_lanes(self, counts: Sequence[int], config: EngineConfig, longest_bytes: int) -> list[int]:
+    def _count_lanes(
+        self, counts: Sequence[int], config: EngineConfig, longest_bytes: int, piece_bytes: int
+    ) -> list[int]:
         """Return the number of lanes of each buffer; the sender and the receiver of a block compute the same number."""
         program, width = self.program, self.partial_dtype.itemsize
 
@@ -239,7 +258,11 @@ class OperationLayout:
             )
 
         if not self._cut:
-            return [lanes(count * width) for count in counts]
+            sizes = [count * width for count in counts]
+            return [
+                max(lanes(size), -(-size // piece_bytes) if piece_bytes and size > config.eager_bytes else 0)
+                for size in sizes
+            ]
         num_bytes = counts[0] * width
         num_lanes = lanes(-(-num_bytes // program.num_chunks))
         if program.span_max > 1:

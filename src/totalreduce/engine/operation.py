@@ -13,13 +13,13 @@ The engine makes every change of state.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from totalreduce.engine.layout import OperationLayout, Region
 from totalreduce.foundation.types import DType, Signature
-from totalreduce.schedules.actions import Program, Receive, Send
+from totalreduce.schedules.actions import Program
 
 __all__ = ["Arrival", "BodyMemory", "Carriage", "Lane", "Operation", "RelayedOperation", "State"]
 
@@ -72,22 +72,35 @@ class Carriage(Protocol):
 
 
 class RelayedOperation(Protocol):
-    """An operation in the relay. Any thread may call all methods but ``receive_empty``."""
+    """An operation in the relay. Any thread may call all methods but ``expects``, ``receive`` and ``posted``."""
+
+    @property
+    def held_back(self) -> Collection[int]:
+        """The peers to which nothing leaves until they have submitted the operation."""
 
     def promote(self) -> None:
         """Send its messages before those of operations that are not promoted."""
 
+    def posted(self, peer: int) -> None:
+        """Let messages leave to a peer that has submitted the operation."""
+
     def fail(self) -> None:
         """Receive and send no further message of it. One that is half-way out is sent to its end."""
 
-    def receive_empty(self, peer: int, lane: int, step: int) -> bool:
-        """Take a message without body that the engine has received; false if it is not the next one of its lane.
+    def expects(self, peer: int, lane: int, step: int) -> bool:
+        """Return whether the engine may receive a message: the next one of its lane, if it is empty or of a block.
 
-        Only the thread that moves messages may call this.
+        Only the thread that moves messages may call this, ``receive`` and ``posted``.
         """
 
-    def positions(self) -> list[tuple[int, int]]:
-        """Return for each lane the index of the next row that receives, and of the next one that sends."""
+    def receive(self, peer: int, lane: int, step: int) -> None:
+        """Note that the engine has received a message that was expected."""
+
+    def num_received(self) -> int:
+        """Return how many messages have come, those before the hand-over included."""
+
+    def needs(self, peer: int) -> bool:
+        """Return whether a message to or from a peer is missing."""
 
 
 @dataclass(slots=True, eq=False)
@@ -254,13 +267,12 @@ class Operation:
         if self.carriage is not None:
             return self.carriage.progress()
         if self.relayed is not None:
-            actions = self.program.actions
-            ends = [receives for receives, _ in self.relayed.positions()]
-            self.messages_received = sum(isinstance(action, Receive) for end in ends for action in actions[:end])
+            self.messages_received = self.relayed.num_received()
         total = len(self.program.receives) * len(self.lanes)
         text = f"{self.messages_received} of {total} messages received"
-        if self.held:
-            text += f", holding messages for rank(s) {', '.join(map(str, sorted(self.held)))}"
+        held = self.held if self.relayed is None else self.relayed.held_back
+        if held:
+            text += f", holding messages for rank(s) {', '.join(map(str, sorted(held)))}"
         return text
 
     def wire_dtype(self, *, partial: bool) -> DType:
@@ -273,7 +285,8 @@ class Operation:
         A message that the transport has taken is missing only if the peer is ``unreachable`` and it was not sent.
         """
         if self.relayed is not None:
-            return self._is_needed_by_relay(peer)
+            half_way_out = any(message.taken and not message.sent for message in self.queued.get(peer, ()))
+            return half_way_out or self.relayed.needs(peer)
         if peer in self.held:
             return True
         if any(not (message.sent if unreachable else message.taken) for message in self.queued.get(peer, ())):
@@ -282,18 +295,6 @@ class Operation:
             action.peer == peer and lane.regions[index] is not None and index not in lane.arrivals
             for lane in self.lanes
             for index, action in enumerate(self.layout.program.actions[lane.position :], lane.position)
-        )
-
-    def _is_needed_by_relay(self, peer: int) -> bool:
-        """Return whether the relay has still to exchange a message with a peer."""
-        assert self.relayed is not None
-        if any(message.taken and not message.sent for message in self.queued.get(peer, ())):
-            return True
-        return any(
-            action.peer == peer and lane.regions[index] is not None
-            for lane, (receives, sends) in zip(self.lanes, self.relayed.positions(), strict=True)
-            for index, action in enumerate(self.program.actions)
-            if index >= (sends if isinstance(action, Send) else receives)
         )
 
     def segment(self, region: Region, lane: int, *, partial: bool = False) -> memoryview:

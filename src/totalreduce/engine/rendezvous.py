@@ -77,6 +77,8 @@ class Rendezvous:
     def posted(self, operation: Operation, peer: int) -> None:
         """Note that a peer has submitted an operation: messages that were held for it may leave."""
         operation.posted_by.add(peer)
+        if operation.relayed is not None:
+            operation.relayed.posted(peer)
         self._release_held(operation, peer)
 
     def on_posted(self, peer: int, key: _Key) -> None:

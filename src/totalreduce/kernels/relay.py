@@ -110,10 +110,14 @@ KEY, ITERATION, SIGNATURE, SENT_PRIORITY = 2, 3, 4, 7
 SIGNATURE_WORDS: Final = 3
 #: The address of its rows, their number, and the two positions.
 ROWS, LENGTH, RECEIVES, SENDS = 8, 9, 10, 11
-#: By the number of a peer in the rows: the connection that its messages come by, and the one for messages to it.
+#: By the number of a peer in the rows: the connection that its messages come by, and the one for messages to it; -1:
+#: there is none, or nothing may leave to the peer yet.
 COMES_BY, LEAVES_BY = 12, 16
 PEERS_MAX: Final = 4
-LANE_WORDS: Final = 20
+#: What is added to ``ITERATION`` for each row. In a lane of a block (``AHEAD``) row i is a message of lane i of the
+#: operation; then the lane of the operation, which is in the upper half of ``ITERATION``, grows by 1.
+PER_ROW = 20
+LANE_WORDS: Final = 21
 
 # -------------------------------------------------------------------------------------------- words of an operation
 
@@ -130,7 +134,10 @@ BUFFERS = 9
 #: of the number of the slot of each sum (-1: it has none), the address of a stack of the free slots, their number, and
 #: the smallest number of free slots that there was.
 SUMS, SUM_BYTES, SLOTS, FREE_SLOTS, NUM_FREE, FEWEST_FREE = 10, 11, 12, 13, 14, 15
-OPERATION_WORDS: Final = 16
+#: Of an operation whose lanes are blocks, each of which is either sent or received: by how many rows one that is sent
+#: may be ahead of every one that is being received. ``AHEAD`` of other operations is 0.
+AHEAD = 16
+OPERATION_WORDS: Final = 17
 
 # ---------------------------------------------------------------------------------------------------- words of a row
 
@@ -146,7 +153,7 @@ SEND, REPLACE, COMBINE, COMBINE_LAST, NOTHING = 0, 1, 2, 3, 4
 
 # ------------------------------------------------------------------------------------------------------------ sizes
 
-CONNECTIONS_MAX: Final = 16
+CONNECTIONS_MAX: Final = 64
 LANES_MAX: Final = 2048
 OPERATIONS_MAX: Final = 256
 CONNECTIONS_AT: Final = HEAD_WORDS
@@ -172,16 +179,34 @@ def next_row(rows: Sequence[int], length: int, index: int, sends: bool) -> int:
     return index
 
 
-def lanes_of(rows: Sequence[array[int]]) -> Array:
-    """Return the words of the lanes of an operation, as far as they depend on their rows alone; the others are 0.
+def lanes_of(
+    rows: Sequence[array[int]], signatures: Sequence[bytes], peers: Sequence[Sequence[int]], *, of_blocks: bool
+) -> Array:
+    """Return the words of the lanes of an operation, as far as they depend on its layout alone; the others are 0.
 
-    ``int64[lanes, LANE_WORDS]``. It has the addresses of ``rows``, and does not keep them in memory.
+    Args:
+        rows: By lane: its rows. The words have their addresses, and do not keep them in memory.
+        signatures: By lane: the packed signature of its messages.
+        peers: By lane and by the number of a peer in its rows: a number of the caller, which is in ``COMES_BY`` and in
+            ``LEAVES_BY``; -1 where there is no such peer.
+        of_blocks: Whether the lanes are blocks (``PER_ROW``).
+
+    Returns:
+        ``int64[lanes, LANE_WORDS]``.
     """
     lanes = np.zeros((len(rows), LANE_WORDS), np.int64)
     lanes[:, LANE] = np.arange(len(rows))
-    lanes[:, ITERATION] = lanes[:, LANE] << 32
+    if of_blocks:
+        lanes[:, PER_ROW] = 1 << 32
+    else:
+        lanes[:, ITERATION] = lanes[:, LANE] << 32
+    packed = np.frombuffer(b"".join(signatures), np.int64)
+    lanes[:, SIGNATURE : SIGNATURE + SIGNATURE_WORDS] = packed.reshape(len(rows), SIGNATURE_WORDS)
     lanes[:, ROWS] = [row.buffer_info()[0] for row in rows]
     lanes[:, LENGTH] = [len(row) // ROW_WORDS for row in rows]
+    lanes[:, COMES_BY : LEAVES_BY + PEERS_MAX] = -1
+    for begin in (COMES_BY, LEAVES_BY):
+        lanes[:, begin : begin + len(peers[0])] = peers
     return lanes
 
 

@@ -208,6 +208,21 @@ def _skip_beats(block: Words, at: Any) -> None:
 
 
 @compiled
+def _iteration(block: Words, lane: Any, index: Any) -> Any:
+    """Return the third word of the header of the message of a row: the iteration, and the lane of the operation."""
+    return int64(block[lane + w.ITERATION] + index * block[lane + w.PER_ROW])
+
+
+@compiled
+def _is_signed(block: Words, lane: Any, header: Any) -> Any:
+    """Return whether a header has the signature of a lane."""
+    is_signed = True
+    for word in range(w.SIGNATURE_WORDS):
+        is_signed = is_signed and block[lane + w.SIGNATURE + word] == block[header + 4 + word]
+    return is_signed
+
+
+@compiled
 def _find_lane(block: Words, at: Any) -> Any:
     """Return the number of the lane that expects the message of a header next; ``NO_LANE`` if there is none."""
     header = at + w.IN_HEADER
@@ -215,22 +230,21 @@ def _find_lane(block: Words, at: Any) -> Any:
         return int64(w.NO_LANE)
     third = block[header + 3]
     step, flags, num_bytes = third & 0xFFFF, (third >> 16) & 0xFF, (third >> 32) & 0xFFFFFFFF
+    if flags & ~(_EAGER | _URGENT) != 0:
+        return int64(w.NO_LANE)
     for number in range(block[w.NUM_LANES]):
         lane = _lane(number)
-        if block[lane + w.KEY] != block[header + 1] or block[lane + w.ITERATION] != block[header + 2]:
+        index = block[lane + w.RECEIVES]
+        if block[lane + w.KEY] != block[header + 1] or _iteration(block, lane, index) != block[header + 2]:
             continue
         if block[lane + w.OPERATION] < 0 or block[_operation(block, lane) + w.HAS_FAILED] != 0:
             continue
-        for word in range(3):
-            if block[lane + w.SIGNATURE + word] != block[header + 4 + word]:
-                return int64(w.NO_LANE)
-        index = block[lane + w.RECEIVES]
-        if flags & ~(_EAGER | _URGENT) != 0 or index == block[lane + w.LENGTH]:
-            return int64(w.NO_LANE)
+        if index == block[lane + w.LENGTH] or not _is_signed(block, lane, header):
+            continue
         row = _row(block, lane, index)
         comes_by = w.CONNECTIONS_AT + block[lane + w.COMES_BY + row[w.ROW_PEER]] * w.CONNECTION_WORDS
-        if row[w.STEP] != step or row[w.LENGTH_BYTES] != num_bytes or comes_by != at:
-            return int64(w.NO_LANE)
+        if row[w.ACTION] == w.SEND or row[w.STEP] != step or row[w.LENGTH_BYTES] != num_bytes or comes_by != at:
+            continue
         if flags & _URGENT:
             block[_operation(block, lane) + w.IS_PROMOTED] = 1
         if flags & _EAGER:
@@ -333,14 +347,29 @@ def _read(block: Words, at: Any) -> Any:
 
 
 @compiled
+def _least_received(block: Words, operation: Any) -> Any:
+    """Return the least position of the blocks of an operation that are being received; ``_LAST`` if there is none."""
+    least = int64(_LAST)
+    for number in range(block[w.NUM_LANES]):
+        lane = _lane(number)
+        if block[lane + w.OPERATION] == operation and block[lane + w.RECEIVES] < block[lane + w.LENGTH]:
+            least = min(least, block[lane + w.RECEIVES])
+    return least
+
+
+@compiled
 def _is_ready(block: Words, lane: Any, connection: Any) -> Any:
     """Return whether the next message of a lane can leave by a connection, whose number is given."""
-    index = block[lane + w.SENDS]
-    if block[lane + w.OPERATION] < 0 or index >= block[lane + w.RECEIVES]:
+    index, number = block[lane + w.SENDS], block[lane + w.OPERATION]
+    if number < 0 or index >= block[lane + w.RECEIVES]:
         return False  # after the last row that receives, ``RECEIVES`` is the number of rows
-    if block[_operation(block, lane) + w.HAS_FAILED] != 0:
+    operation = _operation(block, lane)
+    if block[operation + w.HAS_FAILED] != 0:
         return False
-    return block[lane + w.LEAVES_BY + _row(block, lane, index)[w.ROW_PEER]] == connection
+    if block[lane + w.LEAVES_BY + _row(block, lane, index)[w.ROW_PEER]] != connection:
+        return False
+    ahead = block[operation + w.AHEAD]
+    return ahead == 0 or index < _least_received(block, number) + ahead
 
 
 @compiled
@@ -402,9 +431,9 @@ def _load(block: Words, at: Any, number: Any) -> None:
     row, header = _row(block, lane, block[lane + w.SENDS]), at + w.OUT_HEADER
     flags = int64(_URGENT) if block[_operation(block, lane) + w.IS_PROMOTED] != 0 else int64(0)
     block[header], block[header + 1] = block[w.PROLOGUE], block[lane + w.KEY]
-    block[header + 2] = block[lane + w.ITERATION]
+    block[header + 2] = _iteration(block, lane, block[lane + w.SENDS])
     block[header + 3] = row[w.STEP] | (flags << 16) | (row[w.LENGTH_BYTES] << 32)
-    for word in range(3):
+    for word in range(w.SIGNATURE_WORDS):
         block[header + 4 + word] = block[lane + w.SIGNATURE + word]
     block[header + 7] = block[lane + w.SENT_PRIORITY]
     block[at + w.OUT_LANE], block[at + w.OUT_HEADER_LEFT] = number, HEADER_BYTES

@@ -15,11 +15,13 @@ import heapq
 import platform
 from array import array
 from collections import deque
+from collections.abc import Collection, Iterator
 from typing import Final, NamedTuple, Protocol, final
 
 import numpy as np
 
-from totalreduce.engine.relaying import Order, RelayedTraffic, RelayPlan, RelayTask
+from totalreduce.engine.relay_plan import RelayPlan
+from totalreduce.engine.relaying import Order, RelayedTraffic, RelayTask
 from totalreduce.kernels import relay as w
 from totalreduce.kernels.arrays import Array, address_of
 from totalreduce.transports.connection import Connection, UnsentLimit
@@ -32,15 +34,8 @@ _WINDOW_BYTES: Final = 256 * 1024
 #: How many memories for unfinished sums are kept, and how long the used part of each is at most.
 _KEPT_MAX: Final = 4
 _KEPT_BYTES_MAX: Final = 32 * 1024 * 1024
-#: The words that all lanes of an operation have alike.
-_SAME: Final = [
-    w.OPERATION,
-    w.KEY,
-    *range(w.SIGNATURE, w.SIGNATURE + w.SIGNATURE_WORDS),
-    w.SENT_PRIORITY,
-    *range(w.COMES_BY, w.COMES_BY + w.PEERS_MAX),
-    *range(w.LEAVES_BY, w.LEAVES_BY + w.PEERS_MAX),
-]
+#: The words that all lanes of an operation have alike, and that change from iteration to iteration.
+_SAME: Final = [w.OPERATION, w.KEY, w.SENT_PRIORITY]
 #: The length of the kernel's ``struct epoll_event``, and where its data is. On x86-64 it is packed.
 _EVENT_BYTES, _EVENT_DATA = (12, 4) if platform.machine() == "x86_64" else (16, 8)
 
@@ -108,6 +103,10 @@ class RelayedOperation:
         self.task, self.number, self.lanes = task, number, lanes
         self.comes_by, self.leaves_by = routes
         self.is_removed = False
+        #: By peer to which nothing leaves yet: the number of the connection.
+        self._held_back = {
+            line.connection.peer: line.number for line in self.leaves_by if line.connection.peer in task.held_back
+        }
         self.sums: Array | None = None
         self._slots: Array | None = None
         self._words, self._failed = words, failed
@@ -115,6 +114,11 @@ class RelayedOperation:
         buffers = [0 if view is None or not len(view) else address_of(view) for view in task.buffers]
         self._buffers = array("q", buffers)
         words[self._at + w.BUFFERS] = self._buffers.buffer_info()[0]
+
+    @property
+    def held_back(self) -> Collection[int]:
+        """The peers to which nothing leaves until they have submitted the operation."""
+        return tuple(self._held_back)
 
     @property
     def has_ended(self) -> bool:
@@ -146,27 +150,47 @@ class RelayedOperation:
         if not self.is_removed:
             self._words[self._at + w.IS_PROMOTED] = 1
 
+    def posted(self, peer: int) -> None:
+        """Let messages leave to a peer that has submitted the operation."""
+        number, plan = self._held_back.pop(peer, None), self.task.plan
+        if number is not None and not self.is_removed:
+            indices = plan.lanes[:, w.LEAVES_BY : w.LEAVES_BY + w.PEERS_MAX]
+            for lane, index in np.argwhere(indices == plan.peers.index(peer)).tolist():
+                self._words[w.LANES_AT + self.lanes[lane] * w.LANE_WORDS + w.LEAVES_BY + index] = number
+
     def fail(self) -> None:
         """Receive and send no further message of it."""
         if not self.is_removed:
             self._words[self._at + w.HAS_FAILED] = 1
             self._failed.append(self)
 
-    def receive_empty(self, peer: int, lane: int, step: int) -> bool:
-        """Take a message without body that the engine has received; false if it is not the next one of its lane."""
-        if lane >= len(self.lanes):
-            return False
-        words, at, plan = self._words, w.LANES_AT + self.lanes[lane] * w.LANE_WORDS, self.task.plan
-        rows, index = plan.rows[lane], words[at + w.RECEIVES]
-        if index == words[at + w.LENGTH]:
-            return False
-        row = rows[index * w.ROW_WORDS : (index + 1) * w.ROW_WORDS]
-        if row[w.STEP] != step or row[w.LENGTH_BYTES] or plan.peers[row[w.ROW_PEER]] != peer:
-            return False
-        words[at + w.RECEIVES] = w.next_row(rows, words[at + w.LENGTH], index + 1, False)
+    def expects(self, peer: int, lane: int, step: int) -> bool:
+        """Return whether the engine may receive a message: the next one of its lane, if it is empty or of a block."""
+        return self._expecting(peer, lane, step) is not None
+
+    def receive(self, peer: int, lane: int, step: int) -> None:
+        """Note that the engine has received a message that was expected."""
+        words, number = self._words, self._expecting(peer, lane, step)
+        assert number is not None
+        rows, at = self.task.plan.rows[number], w.LANES_AT + self.lanes[number] * w.LANE_WORDS
+        words[at + w.RECEIVES] = w.next_row(rows, words[at + w.LENGTH], words[at + w.RECEIVES] + 1, False)
         if words[at + w.RECEIVES] == words[at + w.SENDS] == words[at + w.LENGTH]:
             words[self._at + w.LANES_LEFT] -= 1
-        return True
+
+    def _expecting(self, peer: int, lane: int, step: int) -> int | None:
+        """Return the number of the lane here whose next message this is; ``lane``: that of the operation."""
+        plan = self.task.plan
+        numbers = range(len(self.lanes)) if plan.is_of_blocks else range(lane, min(lane + 1, len(self.lanes)))
+        for number in numbers:
+            at, rows = w.LANES_AT + self.lanes[number] * w.LANE_WORDS, plan.rows[number]
+            index = self._words[at + w.RECEIVES]
+            if index == self._words[at + w.LENGTH] or (plan.is_of_blocks and index != lane):
+                continue
+            row = rows[index * w.ROW_WORDS : (index + 1) * w.ROW_WORDS]
+            source = plan.peers[plan.lanes[number, w.COMES_BY + row[w.ROW_PEER]]]
+            if (source, row[w.STEP]) == (peer, step) and (plan.is_of_blocks or not row[w.LENGTH_BYTES]):
+                return number
+        return None
 
     def positions(self) -> list[tuple[int, int]]:
         """Return for each lane the index of the next row that receives, and of the next one that sends."""
@@ -175,6 +199,27 @@ class RelayedOperation:
             return [(len(rows) // w.ROW_WORDS,) * 2 for rows in self.task.plan.rows]
         ats = [w.LANES_AT + lane * w.LANE_WORDS for lane in self.lanes]
         return [(words[at + w.RECEIVES], words[at + w.SENDS]) for at in ats]
+
+    def num_received(self) -> int:
+        """Return how many messages have come, those before the hand-over included."""
+        actions = (rows[: receives * w.ROW_WORDS : w.ROW_WORDS] for rows, (receives, _) in self._lanes())
+        return sum(action not in (w.SEND, w.NOTHING) for lane in actions for action in lane)
+
+    def needs(self, peer: int) -> bool:
+        """Return whether a message to or from a peer is missing."""
+        plan = self.task.plan
+        index = plan.peers.index(peer) if peer in plan.peers else -1
+        indices = plan.lanes[:, w.LEAVES_BY : w.LEAVES_BY + w.PEERS_MAX].tolist()
+        for (rows, (receives, sends)), numbers in zip(self._lanes(), indices, strict=True):
+            for row in range(len(rows) // w.ROW_WORDS):
+                action, _, row_peer = rows[row * w.ROW_WORDS : row * w.ROW_WORDS + 3]
+                is_missing = row >= (sends if action == w.SEND else receives)
+                if is_missing and action != w.NOTHING and numbers[row_peer] == index:
+                    return True
+        return False
+
+    def _lanes(self) -> Iterator[tuple[array[int], tuple[int, int]]]:
+        return zip(self.task.plan.rows, self.positions(), strict=True)
 
 
 @final
@@ -442,6 +487,8 @@ class Relay:
         num_idle = sum(line.is_idle and connection not in needed for connection, line in self._lines.items())
         if len(needed.difference(self._lines)) > len(self._free_lines) + num_idle:
             return False
+        if plan.is_of_blocks:
+            return True
         self._wanted |= incoming
         return all(connection.incoming.is_between_messages for connection in incoming)
 
@@ -475,7 +522,7 @@ class Relay:
         words[at + w.IS_PROMOTED], words[at + w.HAS_FAILED] = task.order.is_promoted, 0
         words[at + w.PRIORITY], words[at + w.SEQUENCE] = task.order.priority, task.order.sequence
         words[at + w.KIND], words[at + w.ITEMSIZE] = plan.kind, plan.itemsize
-        words[at + w.REDUCTION], words[at + w.DIVISOR] = plan.reduction, plan.divisor
+        words[at + w.REDUCTION], words[at + w.DIVISOR], words[at + w.AHEAD] = plan.reduction, plan.divisor, plan.ahead
         routes = {line for line in comes_by if line is not None}, {line for line in leaves_by if line is not None}
         operation = self._operations[number] = RelayedOperation(words, self._failed, task, number, lanes, routes)
         if plan.sums:
@@ -494,15 +541,14 @@ class Relay:
         All lanes at once: an operation has hundreds of them, and one by one they took 0.6 ms.
         """
         task = operation.task
-        key, iteration = task.key
-        routes = [-1] * 2 * w.PEERS_MAX
-        for peer, (comes, leaves) in enumerate(zip(comes_by, leaves_by, strict=True)):
-            routes[peer] = -1 if comes is None else comes.number
-            routes[w.PEERS_MAX + peer] = -1 if leaves is None else leaves.number
-        signature = memoryview(task.signature).cast("q")
-        lanes = task.plan.lanes.copy()
-        lanes[:, _SAME] = (operation.number, _word(key), *signature, task.order.priority & 0xFFFFFFFF, *routes)
+        plan, (key, iteration) = task.plan, task.key
+        lanes = plan.lanes.copy()
+        lanes[:, _SAME] = operation.number, _word(key), task.order.priority & 0xFFFFFFFF
         lanes[:, w.ITERATION] += iteration
+        may_leave = [None if peer in task.held_back else line for peer, line in zip(plan.peers, leaves_by, strict=True)]
+        for begin, lines in ((w.COMES_BY, comes_by), (w.LEAVES_BY, may_leave)):
+            numbers = np.array([-1 if line is None else line.number for line in (*lines, None)])
+            lanes[:, begin : begin + w.PEERS_MAX] = numbers[lanes[:, begin : begin + w.PEERS_MAX]]
         positions = lanes[:, w.RECEIVES : w.SENDS + 1]
         positions[:] = task.positions
         self._lanes[operation.lanes] = lanes
