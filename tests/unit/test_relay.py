@@ -637,10 +637,10 @@ def engine_with(relay, *, far=False):
     return engine
 
 
-def submit(engine, kind, num_bytes, *, num_buffers=1, algorithm="ring"):
+def submit(engine, kind, num_bytes, *, num_buffers=1, algorithm="ring", name="name"):
     buffers = [memoryview(bytearray(num_bytes)) for _ in range(num_buffers)]
     signature = Signature(kind, DType.FLOAT32, ReduceOp.SUM, 0, (num_buffers * num_bytes // 4,), algorithm=algorithm)
-    return engine.submit(Submission("name", signature, buffers), 0.0)
+    return engine.submit(Submission(name, signature, buffers), 0.0)
 
 
 def end(engine, operation):
@@ -701,6 +701,21 @@ def test_a_known_operation_is_in_the_relay_from_its_first_message_on(kind):
         assert lengths == [4] * 4
     else:
         assert {sends for _, sends in relayed.task.positions} == {0}
+
+
+@pytest.mark.parametrize("kind", [OpKind.ALLREDUCE, OpKind.ALLTOALL])
+def test_beside_others_only_blocks_are_in_the_relay_from_their_first_message_on(kind):
+    """An allreduce would wait to hear of its receiver, and can be handed over later."""
+    relay = Taker()
+    engine = engine_with(relay)
+    for _ in range(2):
+        other = submit(engine, OpKind.BROADCAST, 16, algorithm="tree", name="other")
+        operation = exchange(engine) if kind is OpKind.ALLTOALL else submit(engine, kind, 2400)
+        engine.hand_over(0.0)
+        begun = bool(operation.queued)
+        end(engine, operation)
+        end(engine, other)
+    assert begun == (kind is OpKind.ALLREDUCE) == (not relay.taken)
 
 
 def test_operations_begin_with_messages_of_the_engine_where_that_is_better():

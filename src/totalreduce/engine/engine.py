@@ -681,7 +681,7 @@ class Engine:
             self._check_signature(operation, peer, theirs, now)
         self._claim_floating(operation, now)
         may_relay, links = not self.observers, self.planner.selector.links  # the relay reports no messages
-        if not may_relay or not self.relaying.offer(operation, links):
+        if not may_relay or not self.relaying.offer(operation, links, is_alone=self.table.num_active <= 1):
             self._begin(operation, now)
             if may_relay:
                 self.relaying.started(operation, links)
