@@ -269,6 +269,35 @@ def test_a_late_rank_delays_an_operation_in_the_relay_and_changes_no_value(kind:
     assert run_ranks(3, body, transport="tcp", engine=SHORT, tcp=PATIENT) == expected[kind]
 
 
+def test_another_size_of_a_block_is_found_though_its_receiver_does_not_say_that_it_has_begun(taken: list[str]) -> None:
+    """Rank 1 suddenly expects of rank 0 no more than the eager allowance, and rank 0 sends as much as before."""
+
+    def body(group: Group) -> str:
+        come_near(group)
+        for iteration in range(3):
+            if iteration == 2 and group.rank == 0:
+                taken.clear()
+            received = [torch.empty(100 if (iteration, group.rank, rank) == (2, 1, 0) else 5003) for rank in range(3)]
+            work = group.alltoall(received, [torch.ones(5003)] * 3, name="exchange", timeout_s=20)
+            if iteration < 2:
+                work.wait()
+                group.barrier()
+        try:
+            work.wait()
+        except tr.MismatchError as error:
+            return str(error)
+        return ""
+
+    # The blocks of rank 2 are as they should be. Rank 0 may have sent everything before rank 1 finds the difference.
+    first, second, third = run_ranks(3, body, transport="tcp", engine=SHORT, tcp=PATIENT)
+    assert "5003" in second
+    assert "100" in second
+    assert "'exchange'" in second
+    assert first in ("", second)
+    assert third in ("", second)
+    assert "exchange" in taken
+
+
 def test_a_neighbour_that_has_ended_may_leave(taken: list[str]) -> None:
     """In a reduce-scatter, a rank ends while its predecessor still waits for its own last message."""
 

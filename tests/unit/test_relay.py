@@ -606,6 +606,13 @@ def test_encrypted_connections_have_no_relay(rank_tls):
 # ------------------------------------------------------------------------------------------------- what an engine needs
 
 
+class Line:
+    """A connection that leads to a peer."""
+
+    def __init__(self, peer):
+        self.connection, self.number, self.peer = self, peer, peer
+
+
 class Taker:
     """Takes operations and moves nothing."""
 
@@ -617,11 +624,15 @@ class Taker:
         return self._may_take
 
     def take(self, task):
-        made = RelayedOperation(self.words, self.failed, task, 0, list(range(len(task.plan.rows))), (set(), set()))
+        lines = {Line(peer) for peer in task.plan.targets}
+        made = RelayedOperation(self.words, self.failed, task, 0, list(range(len(task.plan.rows))), (set(), lines))
         self.taken.append(made)
         for lane, positions in enumerate(task.positions):
             self.put(lane, *positions)
         return made
+
+    def arriving(self):
+        return set()
 
     def put(self, lane, receives, sends):
         at = words.LANES_AT + lane * words.LANE_WORDS
@@ -647,6 +658,14 @@ def end(engine, operation):
     """End an operation as if all its messages had come and left."""
     engine.relaying.candidates.pop(operation, None)
     engine._end(operation, 0.0, None)
+
+
+def frames_to(engine, peer):
+    """Take the control frames that wait for a peer, and return their kinds."""
+    kinds = []
+    while peer in engine.outbox.control_waits:
+        kinds.append(Header.unpack(engine.next_message(peer, 0.0).header).frame)
+    return kinds
 
 
 def exchange(engine):
@@ -680,16 +699,17 @@ def test_an_operation_in_the_relay_needs_a_peer_until_its_last_message():
 
 @pytest.mark.parametrize("kind", [OpKind.ALLREDUCE, OpKind.ALLTOALL])
 def test_a_known_operation_is_in_the_relay_from_its_first_message_on(kind):
-    """The first one of a name tells the peers the signature. Later ones send nothing to peers that have not begun."""
+    """The first allreduce of a name tells the peers the signature. Nothing leaves to a peer that has not begun."""
     relay = Taker()
     engine = engine_with(relay)
-    for iteration in range(2):
-        operation = exchange(engine) if kind is OpKind.ALLTOALL else submit(engine, kind, 2400)
+    if kind is OpKind.ALLREDUCE:
+        operation = submit(engine, kind, 2400)
         engine.hand_over(0.0)
-        if iteration == 0:
-            assert not relay.taken
-            assert operation.queued
-            end(engine, operation)
+        assert not relay.taken
+        assert operation.queued
+        end(engine, operation)
+    operation = exchange(engine) if kind is OpKind.ALLTOALL else submit(engine, kind, 2400)
+    engine.hand_over(0.0)
     (relayed,) = relay.taken
     assert operation.relayed is relayed
     assert not operation.queued
@@ -701,6 +721,25 @@ def test_a_known_operation_is_in_the_relay_from_its_first_message_on(kind):
         assert lengths == [4] * 4
     else:
         assert {sends for _, sends in relayed.task.positions} == {0}
+
+
+def test_peers_that_say_nothing_are_asked_whether_they_have_submitted_an_operation():
+    """One that expects fewer bytes than it is sent, and so does not say it by itself, must find the difference."""
+    relay = Taker()
+    engine = engine_with(relay)
+    operation = exchange(engine)
+    engine._rendezvous.on_posted(1, operation.key)
+    engine.hand_over(0.0)
+
+    def asked():
+        return [peer for peer in (1, 2) if Frame.REQUEST in frames_to(engine, peer)]
+
+    engine.tick(0.1)
+    assert asked() == []
+    engine.tick(0.3)
+    assert asked() == [2]
+    engine.tick(0.6)
+    assert asked() == [], "it was asked once"
 
 
 @pytest.mark.parametrize("kind", [OpKind.ALLREDUCE, OpKind.ALLTOALL])

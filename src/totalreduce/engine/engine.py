@@ -622,6 +622,7 @@ class Engine:
         Called a few times a second, and at ``channels.next_due()``.
         """
         self.channels.tick(now)
+        self.relaying.tick(now)
         self.stalls.tick(now)
         arriving = {delivery.peer for delivery in self.reception.arriving} | self.relaying.arriving()
         for peer in self.members.overdue(now, arriving):

@@ -1,10 +1,10 @@
 """When a transport's relay gets an operation of which it can carry out the schedule (``relay_plan``).
 
-The engine *offers* an operation to the relay before its first message, if the peers know its signature already.
-Otherwise messages of the engine begin it, and it is handed over as soon as its receivers are known to have submitted
-it, and no message of it is arriving or waiting to be added here. From then on the relay has it until it ends: the
-engine sees no message of it but those that are half-way, and the relay reports its end. If it fails, the relay forgets
-it.
+The engine *offers* an operation to the relay before its first message, if it is of blocks, or if the peers know its
+signature already and no other operation is in flight. Otherwise messages of the engine begin it, and it is handed over
+as soon as its receivers are known to have submitted it, and no message of it is arriving or waiting to be added here.
+From then on the relay has it until it ends: the engine sees no message of it but those that are half-way, and the relay
+reports its end. If it fails, the relay forgets it.
 
 The messages on the wire are those of the engine. So each rank may hand an operation over, at any time, or not at all.
 """
@@ -21,12 +21,15 @@ from totalreduce.engine.outbox import Outbox
 from totalreduce.engine.reception import Reception
 from totalreduce.engine.relay_plan import RelayPlan, plan_of
 from totalreduce.foundation.config import EngineConfig
+from totalreduce.foundation.header import Frame
 from totalreduce.schedules.spec import LinkModel
 
 __all__ = ["Order", "Relay", "RelayTask", "RelayedTraffic", "Relaying"]
 
 #: A round trip may delay an operation if its transfer takes as long as so many of them.
 _ROUND_TRIPS_MIN: Final = 16
+#: After how many seconds the peers of an operation are asked whether they have submitted it.
+_PATIENCE_S: Final = 0.2
 
 
 class Order(NamedTuple):
@@ -111,7 +114,7 @@ class Relaying:
         candidates: Operations that may be handed over, and whether messages of the engine have begun them.
     """
 
-    __slots__ = ("_config", "_counters", "_outbox", "_reception", "candidates", "relay")
+    __slots__ = ("_config", "_counters", "_outbox", "_reception", "_unasked", "candidates", "relay")
 
     def __init__(self, config: EngineConfig, outbox: Outbox, reception: Reception, counters: Counters) -> None:
         """Begin without a relay."""
@@ -119,6 +122,8 @@ class Relaying:
         self._outbox, self._reception, self._counters = outbox, reception, counters
         self.relay: Relay | None = None
         self.candidates: dict[Operation, bool] = {}
+        #: Operations in the relay of which not all peers were known to have submitted them.
+        self._unasked: dict[Operation, None] = {}
 
     def offer(self, operation: Operation, links: LinkModel, *, is_alone: bool) -> bool:
         """Return whether the relay shall carry an operation out from its first message on.
@@ -127,12 +132,12 @@ class Relaying:
         ``is_alone``: no other operation is in flight here.
         """
         plan = self._plan(operation, links)
-        # A first message must tell the signature until the neighbours know it.
-        if plan is None or operation.described:
+        if plan is None:
             return False
-        # Beside others, an operation is faster that does not wait to hear of its receiver: the last one of the replayed
-        # step of the gpt trace took 4 ms more. One of blocks would not be handed over later.
-        if not is_alone and not plan.is_of_blocks:
+        # A first message must tell the signature until the neighbours know it. Beside others, an operation is faster
+        # that does not wait to hear of its receiver: the last one of the replayed step of the gpt trace took 4 ms more.
+        # Neither is so of blocks: their sizes often change, and they would not be handed over later.
+        if not plan.is_of_blocks and (operation.described or not is_alone):
             return False
         # Nothing leaves to a peer before the peer has said that it has submitted the operation. It says so only if it
         # expects more than the eager allowance. Where it takes long until this rank hears of it, that allowance pays.
@@ -206,6 +211,8 @@ class Relaying:
         sums = [(plan.sums[place], view) for place, view in operation.accumulators.items()]
         task = RelayTask(plan, key, order, operation.buffers, positions, sums, held_back, operation)
         operation.relayed = self.relay.take(task)
+        if held_back:
+            self._unasked[operation] = None
         operation.lanes_left = len(operation.lanes)  # until the relay reports its end, also of a rank that only sends
         self._outbox.discard(operation)
         operation.queued = {
@@ -213,6 +220,18 @@ class Relaying:
         }
         operation.unsent = len(leaving)
         return True
+
+    def tick(self, now: float) -> None:
+        """Ask the peers of operations that have waited for some time to say that they have submitted them.
+
+        A peer that expects another signature, and so perhaps too few bytes to say so by itself, gets a message then,
+        and finds the difference.
+        """
+        for operation in [waiting for waiting in self._unasked if now >= waiting.submitted_at + _PATIENCE_S]:
+            del self._unasked[operation]
+            if not operation.finished and operation.relayed is not None:
+                for peer in operation.relayed.held_back:
+                    self._outbox.control(peer, Frame.REQUEST, key=operation.key)
 
     def count(self, peer: int, traffic: RelayedTraffic) -> None:
         """Count what the relay has exchanged with a peer."""
