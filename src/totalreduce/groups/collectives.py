@@ -226,7 +226,8 @@ class Collectives:
     ) -> Work:
         """Send block r of ``inputs`` to rank r, and receive rank r's block for this rank in ``outputs[r]`` (alltoallv).
 
-        If ``outputs[i]`` on rank j and ``inputs[j]`` on rank i differ in size, both ranks get a ``MismatchError``.
+        If ``outputs[i]`` on rank j and ``inputs[j]`` on rank i differ in size, rank j gets a ``MismatchError``; so does
+        rank i, unless it has sent and received everything before rank j finds the difference.
         """
         return self._backend.alltoall(outputs, inputs, Options(name, "auto", priority, timeout_s))
 
