@@ -316,7 +316,6 @@ class Engine:
                 self._first_byte(operation, now)
         for operation in refused:
             self._begin(operation, now)
-            self.relaying.started(operation, self.planner.selector.links)
 
     def relay_ended(self, operation: Operation, now: float) -> None:
         """Record that the relay has exchanged all messages of an operation."""
@@ -622,7 +621,7 @@ class Engine:
         Called a few times a second, and at ``channels.next_due()``.
         """
         self.channels.tick(now)
-        self.relaying.tick(now)
+        self.relaying.tick(now, self.table.active)
         self.stalls.tick(now)
         arriving = {delivery.peer for delivery in self.reception.arriving} | self.relaying.arriving()
         for peer in self.members.overdue(now, arriving):
@@ -681,11 +680,10 @@ class Engine:
         for peer, theirs in early.described.items():
             self._check_signature(operation, peer, theirs, now)
         self._claim_floating(operation, now)
-        may_relay, links = not self.observers, self.planner.selector.links  # the relay reports no messages
-        if not may_relay or not self.relaying.offer(operation, links, is_alone=self.table.num_active <= 1):
+        links, is_alone = self.planner.selector.links, self.table.num_active <= 1
+        # The relay reports no messages to observers.
+        if self.observers or not self.relaying.offer(operation, links, is_alone=is_alone):
             self._begin(operation, now)
-            if may_relay:
-                self.relaying.started(operation, links)
         for peer in self.members.silent():
             self._fail_if_needed(operation, peer, now)
 

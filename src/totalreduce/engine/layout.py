@@ -85,8 +85,8 @@ class OperationLayout:
         partial_dtype: The element type of unfinished sums.
         keeps_partials: Whether unfinished sums are kept in accumulators, because they are wider, or because this rank
             must not change the tensor.
-        expected_bytes: By peer: about how many bytes it will send.
-        bytes_to: By peer: about how many bytes it expects.
+        expected_bytes: By peer that sends some: about how many bytes it will send.
+        bytes_to: By peer that expects some: about how many bytes it expects.
         is_bulk: Whether all its messages leave by the connection for bulk, where there is one
             (``Transport.bulk_peers``), because one is longer than ``EngineConfig.bulk_bytes``. They may not take
             two connections, because those of a lane must arrive in the order of the steps (``SendQueue.push_back``).
@@ -164,19 +164,23 @@ class OperationLayout:
                 pairs = self._outgoing if isinstance(action, Send) else incoming
                 pairs[action.peer] = with_count(packed, counts[action.chunk])
         self.expectation = Expectation(signature, packed, ranks, incoming)
-        self.expected_bytes = self._bytes_by_peer(Receive, program.sources)
-        self.bytes_to = self._bytes_by_peer(Send, program.targets)
+        self.expected_bytes = self._bytes_by_peer(Receive)
+        self.bytes_to = self._bytes_by_peer(Send)
         # Lane 0 takes part in every action, and has the longest messages.
         longest = max((region.body_bytes for region in self.regions(0) if region is not None), default=0)
         self.is_bulk = longest > config.bulk_bytes
 
-    def _bytes_by_peer(self, kind: type[Action], peers: Sequence[int]) -> dict[int, int]:
-        """Return about how many bytes the actions of a kind exchange with each peer: as many as the peer finds."""
-        num_bytes = dict.fromkeys(peers, 0)
+    def _bytes_by_peer(self, kind: type[Action]) -> dict[int, int]:
+        """Return about how many bytes the actions of a kind exchange with each peer: as many as the peer finds.
+
+        A peer with which only messages without body are exchanged is left out.
+        """
+        num_bytes: dict[int, int] = {}
         for action in self.program.actions:
             if isinstance(action, kind) and action.chunk != NOTHING:
                 size = self.sizes[0] // self.program.num_chunks if self._cut else self.sizes[action.chunk]
-                num_bytes[action.peer] += size * action.span
+                if size:
+                    num_bytes[action.peer] = num_bytes.get(action.peer, 0) + size * action.span
         return num_bytes
 
     def signature_to(self, peer: int) -> bytes:

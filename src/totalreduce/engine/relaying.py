@@ -11,7 +11,7 @@ The messages on the wire are those of the engine. So each rank may hand an opera
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 from totalreduce.engine.counters import Counters
@@ -30,6 +30,8 @@ __all__ = ["Order", "Relay", "RelayTask", "RelayedTraffic", "Relaying"]
 _ROUND_TRIPS_MIN: Final = 16
 #: After how many seconds the peers of an operation are asked whether they have submitted it.
 _PATIENCE_S: Final = 0.2
+
+_Key = tuple[int, int]
 
 
 class Order(NamedTuple):
@@ -122,14 +124,14 @@ class Relaying:
         self._outbox, self._reception, self._counters = outbox, reception, counters
         self.relay: Relay | None = None
         self.candidates: dict[Operation, bool] = {}
-        #: Operations in the relay of which not all peers were known to have submitted them.
-        self._unasked: dict[Operation, None] = {}
+        #: Keys of operations that were handed over before all peers were known to have submitted them, oldest first.
+        self._unasked: list[_Key] = []
 
     def offer(self, operation: Operation, links: LinkModel, *, is_alone: bool) -> bool:
         """Return whether the relay shall carry an operation out from its first message on.
 
-        If so, ``hand_over`` hands it over, or returns it as one that messages of the engine shall carry out.
-        ``is_alone``: no other operation is in flight here.
+        If so, ``hand_over`` hands it over, or returns it as one that messages of the engine shall begin. Otherwise they
+        begin it now, and it may be handed over later. ``is_alone``: no other operation is in flight here.
         """
         plan = self._plan(operation, links)
         if plan is None:
@@ -137,22 +139,25 @@ class Relaying:
         # A first message must tell the signature until the neighbours know it. Beside others, an operation is faster
         # that does not wait to hear of its receiver: the last one of the replayed step of the gpt trace took 4 ms more.
         # Neither is so of blocks: their sizes often change, and they would not be handed over later.
-        if not plan.is_of_blocks and (operation.described or not is_alone):
-            return False
+        waits = plan.is_of_blocks or (is_alone and not operation.described)
         # Nothing leaves to a peer before the peer has said that it has submitted the operation. It says so only if it
         # expects more than the eager allowance. Where it takes long until this rank hears of it, that allowance pays.
-        bytes_sent = [count for count in operation.layout.bytes_to.values() if count]
-        round_trip_bytes = 2 * links.latency_s * links.bytes_per_s
-        is_far = _ROUND_TRIPS_MIN * round_trip_bytes > sum(bytes_sent)
-        if bytes_sent and (is_far or min(bytes_sent) <= self._config.eager_bytes):
-            return False
-        self.candidates[operation] = False
-        return True
+        bytes_sent = operation.layout.bytes_to.values()
+        if waits and bytes_sent:
+            round_trip_bytes = 2 * links.latency_s * links.bytes_per_s
+            is_near = _ROUND_TRIPS_MIN * round_trip_bytes <= sum(bytes_sent)
+            waits = is_near and min(bytes_sent) > self._config.eager_bytes
+        if waits:
+            self.candidates[operation] = False
+        else:
+            self._note_begun(operation, plan)
+        return waits
 
-    def started(self, operation: Operation, links: LinkModel) -> None:
-        """Note that messages of the engine have begun an operation."""
-        plan = self._plan(operation, links)
-        if plan is not None and not plan.is_of_blocks:
+    def _note_begun(self, operation: Operation, plan: RelayPlan) -> None:
+        """Note that messages of the engine begin an operation: one of blocks is not handed over after that."""
+        if plan.is_of_blocks:
+            self.candidates.pop(operation, None)
+        else:
             self.candidates[operation] = True
 
     def _plan(self, operation: Operation, links: LinkModel) -> RelayPlan | None:
@@ -172,19 +177,20 @@ class Relaying:
         taken: list[Operation] = []
         refused: list[Operation] = []
         for operation, is_begun in list(self.candidates.items()):
-            if not operation.finished:
-                is_taken = self._hand_over(operation, is_begun=is_begun)
-                if not is_taken and is_begun:
-                    continue
-                (taken if is_taken else refused).append(operation)
-            del self.candidates[operation]
+            plan = operation.layout.relay_plan
+            assert isinstance(plan, RelayPlan)
+            if operation.finished:
+                del self.candidates[operation]
+            elif self._hand_over(operation, plan, is_begun=is_begun):
+                del self.candidates[operation]
+                taken.append(operation)
+            elif not is_begun:
+                self._note_begun(operation, plan)
+                refused.append(operation)
         return taken, refused
 
-    def _hand_over(self, operation: Operation, *, is_begun: bool) -> bool:
-        plan = operation.layout.relay_plan
+    def _hand_over(self, operation: Operation, plan: RelayPlan, *, is_begun: bool) -> bool:
         assert self.relay is not None
-        assert isinstance(plan, RelayPlan)
-        held_back = {peer for peer, count in operation.layout.bytes_to.items() if count} - operation.posted_by
         if operation.held or operation.computing or (is_begun and not plan.targets <= operation.posted_by):
             return False
         if not self.relay.may_take(plan):
@@ -209,10 +215,11 @@ class Relaying:
             return False
         order = Order(operation.promoted, operation.priority, operation.sequence)
         sums = [(plan.sums[place], view) for place, view in operation.accumulators.items()]
+        held_back = operation.layout.bytes_to.keys() - operation.posted_by
         task = RelayTask(plan, key, order, operation.buffers, positions, sums, held_back, operation)
         operation.relayed = self.relay.take(task)
         if held_back:
-            self._unasked[operation] = None
+            self._unasked.append(key)
         operation.lanes_left = len(operation.lanes)  # until the relay reports its end, also of a rank that only sends
         self._outbox.discard(operation)
         operation.queued = {
@@ -221,17 +228,20 @@ class Relaying:
         operation.unsent = len(leaving)
         return True
 
-    def tick(self, now: float) -> None:
+    def tick(self, now: float, active: Mapping[_Key, Operation]) -> None:
         """Ask the peers of operations that have waited for some time to say that they have submitted them.
 
         A peer that expects another signature, and so perhaps too few bytes to say so by itself, gets a message then,
-        and finds the difference.
+        and finds the difference. ``active``: the operations in flight.
         """
-        for operation in [waiting for waiting in self._unasked if now >= waiting.submitted_at + _PATIENCE_S]:
-            del self._unasked[operation]
-            if not operation.finished and operation.relayed is not None:
-                for peer in operation.relayed.held_back:
-                    self._outbox.control(peer, Frame.REQUEST, key=operation.key)
+        waiting = [operation for key in self._unasked if (operation := active.get(key)) and operation.relayed]
+        until = now - _PATIENCE_S
+        self._unasked = [operation.key for operation in waiting if operation.submitted_at > until]
+        due = [operation for operation in waiting if operation.submitted_at <= until]
+        for operation in due:
+            assert operation.relayed is not None
+            for peer in operation.relayed.held_back:
+                self._outbox.control(peer, Frame.REQUEST, key=operation.key)
 
     def count(self, peer: int, traffic: RelayedTraffic) -> None:
         """Count what the relay has exchanged with a peer."""
