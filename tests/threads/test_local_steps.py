@@ -365,11 +365,11 @@ class Guard:
     def before_wait(self) -> None:
         self.calls.append("wait")
 
-    def before_gradients(self) -> None:
-        self.calls.append("gradients")
+    def before_step(self) -> None:
+        self.calls.append("step")
 
-    def before_install(self) -> None:
-        self.calls.append("install")
+    def before_commit(self) -> None:
+        self.calls.append("commit")
         if self.refuses:
             raise PeerLost(1, "a test")
 
@@ -401,7 +401,7 @@ def test_a_guarded_step_that_is_undone_and_repeated_changes_no_bit(sync: Strateg
 
     def body(group: Group) -> None:
         expected, calls = some_steps(group, refused=False)
-        vote = ["wait", "gradients", "install"]
+        vote = ["wait", "step", "commit"]
         period = 1 if isinstance(sync, Strom) else 3
         assert calls == [call for step in range(1, 8) for call in (["alone"] if step % period else vote)]
         repeated, calls_of_repeated = some_steps(group, refused=True)

@@ -98,7 +98,7 @@ def test_buckets_leave_during_backward_and_each_once() -> None:
     def body(group: Group) -> tuple[list[str], list[str], list[str]]:
         submissions = Submissions(group)
         model = Net()
-        optimizer = wrap(model, group)
+        optimizer = wrap(model, group, overlap="step")
         submissions.take()
         loss_of(model, batches(1)[0]).backward()
         early = [name for name, _ in submissions.take()]

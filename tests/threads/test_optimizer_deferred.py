@@ -499,9 +499,9 @@ def test_a_hook_in_a_second_thread_waits_for_the_updates_that_another_hook_appli
             step()
             calls.append("updated")
 
-        def noted_begin(*, joined: bool = False) -> None:
+        def noted_begin(**arguments: bool) -> None:
             calls.append("begun")
-            begin(joined=joined)
+            begin(**arguments)
 
         def hook() -> None:
             if stepping.wait(20):

@@ -23,7 +23,8 @@ from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
 from totalreduce.testing import run_ranks
 
-MODES = ["backward", "iterations"]
+LAZY_MODES = ["step", "iterations"]  # backward() returns before the gradients are those of all ranks
+MODES = ["backward", *LAZY_MODES]
 
 
 def reference_branches(kind: str, choices: list[list[str]]) -> torch.Tensor:
@@ -75,7 +76,7 @@ def test_each_rank_takes_its_own_branches(kind: str, overlap: str) -> None:
 def test_a_branch_used_elsewhere_only_gets_the_reduced_gradient() -> None:
     def body(group: Group) -> tuple[bool, torch.Tensor]:
         model = Branches()
-        optimizer = wrap(model, group)
+        optimizer = wrap(model, group, overlap="step")
         model(batches(1)[0][0], "left" if group.rank == 0 else "right").sum().backward()
         local = model.left.weight.grad
         optimizer.synchronize()
@@ -87,7 +88,7 @@ def test_a_branch_used_elsewhere_only_gets_the_reduced_gradient() -> None:
     assert gradient_0.abs().max() > 0
 
 
-@pytest.mark.parametrize("overlap", MODES)
+@pytest.mark.parametrize("overlap", LAZY_MODES)
 @pytest.mark.parametrize("op", [ReduceOp.AVG, ReduceOp.SUM])
 def test_missing_as_an_error_names_tensor_ranks_and_step_on_every_rank(overlap: str, op: ReduceOp) -> None:
     def body(group: Group) -> tuple[MissingTensorError, bool]:
@@ -122,7 +123,7 @@ def test_missing_as_an_error_names_tensor_ranks_and_step_on_every_rank(overlap: 
 def test_missing_as_an_error_is_the_same_error_everywhere() -> None:
     def body(group: Group) -> str:
         model = Branches()
-        optimizer = wrap(model, group, on_missing="error", bucket_bytes=1 << 20)
+        optimizer = wrap(model, group, on_missing="error", bucket_bytes=1 << 20, overlap="step")
         model(batches(1)[0][0], "left" if group.rank else "right").sum().backward()
         with pytest.raises(MissingTensorError) as caught:
             optimizer.synchronize()
@@ -203,10 +204,10 @@ def test_two_backward_passes_before_step_count_as_their_sum(overlap: str) -> Non
         optimizer.step()
     assert (results[0][0] - flat(model)).abs().max() <= 1e-12
     assert all_equal([result[0] for result in results])
-    assert results[0][1] > 0
+    assert (results[0][1] > 0) == (overlap != "backward")  # there each pass is a round of its own
 
 
-@pytest.mark.parametrize("overlap", MODES)
+@pytest.mark.parametrize("overlap", LAZY_MODES)
 def test_a_second_backward_on_one_rank_only(overlap: str) -> None:
     """The others learn from the last bucket that something must be sent again."""
 
@@ -245,7 +246,7 @@ def test_one_rank_drops_its_gradients_after_backward(owner: str, set_to_none: bo
 
     def body(group: Group) -> torch.Tensor:
         model = Net()
-        optimizer = wrap(model, group)
+        optimizer = wrap(model, group, overlap="step")
         loss_of(model, shard(batches(1)[0], group)).backward()
         if group.rank == 0:
             (optimizer if owner == "optimizer" else model).zero_grad(set_to_none=set_to_none)
@@ -331,12 +332,13 @@ def test_clipping_by_the_groups_sees_reduced_gradients_without_synchronize() -> 
     assert all_equal(results)
 
 
+@pytest.mark.filterwarnings("ignore:the gradient of")
 def test_changing_local_gradients_after_backward_is_not_lost() -> None:
     """Without ``synchronize()``, a change by hand is a change of this rank's contribution."""
 
     def body(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
         model = Net()
-        optimizer = wrap(model, group)
+        optimizer = wrap(model, group, overlap="step")
         loss_of(model, shard(batches(1)[0], group)).backward()
         for parameter in model.parameters():
             parameter.grad.mul_(group.rank + 1)

@@ -86,7 +86,7 @@ def test_a_step_with_a_closure_goes_on_after_a_time_out(late: str) -> None:
 
     def body(group: Group) -> tuple[float, int, torch.Tensor]:
         model, calls, losses = Net(), [], []
-        wrapped = wrap(model, group)
+        wrapped = wrap(model, group, overlap="step")
 
         def closure() -> float:
             calls.append(1)
@@ -281,7 +281,7 @@ def test_backward_after_a_step_that_ran_out_of_time_is_refused() -> None:
 
     def body(group: Group) -> torch.Tensor:
         model = Net()
-        wrapped = wrap(model, group)
+        wrapped = wrap(model, group, overlap="step")
         loss_of(model, batches(1)[0]).backward()
         if group.rank == 0:
             with pytest.raises(DeadlineExceededError), impatient(group):
@@ -305,7 +305,7 @@ def test_a_missing_gradient_is_reported_after_a_time_out() -> None:
 
     def body(group: Group) -> tuple[list[str], torch.Tensor]:
         model = Net()
-        wrapped = wrap(model, group, on_missing="error")
+        wrapped = wrap(model, group, on_missing="error", overlap="step")
         if group.rank == 0:
             loss_of(model, batches(1)[0]).backward()
             assert closed.wait(20)
@@ -331,7 +331,7 @@ def test_a_missing_gradient_is_reported_after_a_time_out() -> None:
 def test_a_joined_rank_does_not_gather_where_the_others_miss_gradients() -> None:
     def body(group: Group) -> list[str]:
         model = Rows()
-        wrapped = wrap(model, group, on_missing="error", sparse="gather")
+        wrapped = wrap(model, group, on_missing="error", sparse="gather", overlap="step")
         said = []
         for step in range(3 if group.rank < 2 else 0):
             wrapped.zero_grad()
@@ -347,7 +347,7 @@ def test_a_joined_rank_does_not_gather_where_the_others_miss_gradients() -> None
 def test_a_rank_that_joins_again_stays_where_the_others_miss_gradients() -> None:
     def body(group: Group) -> list[str]:
         model = Net()
-        wrapped = wrap(model, group, on_missing="error")
+        wrapped = wrap(model, group, on_missing="error", overlap="step")
         wrapped.join()  # all ranks have joined, and begin another epoch
         said = []
         for step in range(2 if group.rank < 2 else 0):

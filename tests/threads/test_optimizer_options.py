@@ -359,7 +359,7 @@ def test_after_everybody_joined_training_goes_on_and_joins_again() -> None:
 def test_a_joined_rank_is_not_missed_but_a_lazy_one_is() -> None:
     def body(group: Group) -> list[str]:
         model = Net()
-        wrapped = wrap(model, group, "sgd", on_missing="error")
+        wrapped = wrap(model, group, "sgd", on_missing="error", overlap="step")
         said = []
         if group.rank < 2:
             for step in range(3):
@@ -392,7 +392,7 @@ def test_missing_and_joined_ranks_in_half_types(
     def body(group: Group) -> tuple[list[str], list[torch.Tensor]]:
         enter(group, door)
         model = torch.nn.Linear(3, 1, dtype=dtype)
-        wrapped = wrap(model, group, "sgd", on_missing="error", join_divisor="active", **settings)
+        wrapped = wrap(model, group, "sgd", on_missing="error", overlap="step", join_divisor="active", **settings)
         said, seen = [], []
         lazy, early = world_size - 1, 0
         for step in range(4 if group.rank != early else 3):
@@ -468,10 +468,11 @@ def test_settings_that_make_no_sense_or_differ() -> None:
     run_ranks(2, body)
 
 
-def test_a_pass_after_synchronize_is_reduced_where_passes_are_accumulated() -> None:
+@pytest.mark.parametrize("overlap", ["backward", "step"])
+def test_a_pass_after_synchronize_is_reduced_where_passes_are_accumulated(overlap: str) -> None:
     def body(group: Group) -> torch.Tensor:
         model = Net()
-        wrapped = wrap(model, group, backward_passes_per_step=2)
+        wrapped = wrap(model, group, backward_passes_per_step=2, overlap=overlap)
         for number, batch in enumerate(batches(3)):
             loss_of(model, shard(batch, group)).backward()
             if number == 1:
@@ -488,7 +489,7 @@ def test_a_step_left_out_after_fewer_passes_does_not_shorten_the_next_one(skips:
 
     def body(group: Group) -> list[bool]:
         model = Net()
-        wrapped = wrap(model, group, backward_passes_per_step=3)
+        wrapped = wrap(model, group, backward_passes_per_step=3, overlap="step")
         for _ in range(2):
             loss_of(model, shard(batches(1)[0], group)).backward()
         if skips == "synchronize":
@@ -547,7 +548,7 @@ def test_reading_the_groups_synchronises_gathered_gradients() -> None:
 
 def test_passes_over_gathered_gradients_are_counted() -> None:
     def body(group: Group) -> list[Phase]:
-        table, wrapped = table_with_gathered_rows(group, backward_passes_per_step=2)
+        table, wrapped = table_with_gathered_rows(group, backward_passes_per_step=2, overlap="step")
         phases = []
         for _ in range(2):
             table(torch.tensor([group.rank])).sum().backward()

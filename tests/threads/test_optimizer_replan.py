@@ -71,7 +71,7 @@ def test_while_a_new_plan_is_unfinished_nothing_uses_the_round_that_it_ends(begu
 
     def body(group: Group) -> torch.Tensor:
         model = Net()
-        optimizer = wrap(model, group)
+        optimizer = wrap(model, group, overlap="step")
         if begun or group.rank:
             loss_of(model, shard(batches(1)[0], group)).backward()
         if group.rank == 0:
@@ -188,7 +188,7 @@ def test_an_optimizer_does_not_meet_what_a_closed_one_of_its_name_has_sent(sync:
 
     def body(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
         model = Net(torch.float32)
-        first = wrap(model, group, sync=sync)
+        first = wrap(model, group, sync=sync, overlap="step")
         if group.rank == 0:
             loss_of(model, shard(batches(2, dtype=torch.float32)[1], group)).backward()
         first.close()
@@ -231,7 +231,7 @@ def test_the_torch_optimizer_of_a_closed_one_can_be_used_after_a_time_out(with_c
 
     def body(group: Group) -> None:
         model = Net()
-        optimizer = wrap(model, group)
+        optimizer = wrap(model, group, overlap="step")
         loss = loss_of(model, batches(1)[0])
 
         def closure() -> torch.Tensor:

@@ -361,7 +361,7 @@ def test_accumulated_gradients_are_compressed_once(world_size: int, how: str) ->
 def test_a_gradient_that_comes_late_is_kept(world_size: int) -> None:
     def body(group: Group) -> None:
         model = Net(FLOAT)
-        optimizer = wrap(model, group, OkTopk(density=0.05))
+        optimizer = wrap(model, group, OkTopk(density=0.05), overlap="step")
         first, second = batches(2, dtype=FLOAT)
         expected = []
         for batch in (first, second):
@@ -371,6 +371,7 @@ def test_a_gradient_that_comes_late_is_kept(world_size: int) -> None:
         loss_of(model, shard(first, group)).backward()
         loss_of(model, shard(second, group)).backward()
         optimizer.synchronize()
+        optimizer._round.commit()
         applied = torch.cat([p.grad.double().flatten() for p in model.parameters() if p.dim() > 1])
         kept = total_residual(optimizer, model, group)
         torch.testing.assert_close(applied * group.world_size + kept, sum(expected), rtol=1e-6, atol=1e-6)
@@ -535,7 +536,7 @@ def test_the_round_in_which_all_ranks_have_joined_takes_nothing_from_the_residua
 def test_residuals_outlive_a_new_plan(world_size: int, begun: bool) -> None:
     def body(group: Group) -> torch.Tensor:
         model = Net(FLOAT)
-        optimizer = wrap(model, group, OkTopk(density=0.05))
+        optimizer = wrap(model, group, OkTopk(density=0.05), overlap="step")
         first, second = batches(2, dtype=FLOAT)
         loss_of(model, shard(first, group)).backward()
         optimizer.step()
@@ -564,8 +565,8 @@ def test_residuals_outlive_a_new_plan(world_size: int, begun: bool) -> None:
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"overlap": "iterations"}, "needs overlap='backward'"),
-        ({"on_missing": "error"}, "needs overlap='backward'"),
+        ({"overlap": "iterations"}, "needs overlap='backward' or 'step'"),
+        ({"on_missing": "error"}, "needs overlap='backward' or 'step'"),
     ],
 )
 def test_settings_that_do_not_go_together(settings: dict[str, object], match: str) -> None:
@@ -727,8 +728,7 @@ def test_a_flush_sends_all_that_was_kept_back(world_size: int) -> None:
         assert {report.method for report in optimizer.reports} == {"oktopk"}
         state = optimizer.residual_state_dict()
         loss_of(model, first).backward()
-        calls = [optimizer.flush_residuals, optimizer.residual_state_dict]
-        for call in [*calls, lambda: optimizer.load_residual_state_dict(state)]:
+        for call in [optimizer.flush_residuals, lambda: optimizer.load_residual_state_dict(state)]:
             with pytest.raises(ConfigurationError, match=r"before backward\(\), or after step"):
                 call()
         optimizer.step()
@@ -743,7 +743,7 @@ def test_a_flush_outlives_a_new_plan(begun: bool) -> None:
 
     def body(group: Group) -> torch.Tensor:
         model = Net(FLOAT)
-        optimizer = wrap(model, group, OkTopk(density=0.05))
+        optimizer = wrap(model, group, OkTopk(density=0.05), overlap="step")
         first, second = (shard(batch, group) for batch in batches(2, dtype=FLOAT))
         step(optimizer, model, first)
         optimizer.flush_residuals()

@@ -325,7 +325,7 @@ def test_frozen_parameters_are_left_alone_until_a_new_plan() -> None:
     def body(group: Group) -> tuple[int, torch.Tensor]:
         model = Net()
         model.second.requires_grad_(False)
-        optimizer = wrap(model, group)
+        optimizer = wrap(model, group, overlap="step")
         before = model.second.weight.detach().clone()
         loss_of(model, shard(batches(1)[0], group)).backward()
         optimizer.step()
@@ -384,7 +384,7 @@ def test_what_cannot_be_synchronised_is_named() -> None:
             wrap(torch.nn.Linear(2, 2, device="meta"), group)
         with pytest.raises(ConfigurationError, match=r"reduced by SUM or AVG"):
             wrap(Net(), group, op=ReduceOp.MAX)
-        with pytest.raises(ConfigurationError, match=r"overlap is 'backward' or 'iterations', not 'yes'"):
+        with pytest.raises(ConfigurationError, match=r"overlap is 'backward', 'step' or 'iterations', not 'yes'"):
             wrap(Net(), group, overlap="yes")
         with pytest.raises(ConfigurationError, match=r"bucket_bytes must be at least 1"):
             wrap(Net(), group, bucket_bytes=0)
@@ -418,7 +418,7 @@ def test_a_sparse_gradient_that_appears_only_in_backward_is_made_dense() -> None
 def test_a_model_converted_after_planning_is_refused_and_can_be_planned_again() -> None:
     def body(group: Group) -> torch.Tensor:
         model = Net()
-        optimizer = wrap(model, group, bucket_bytes=1 << 20)
+        optimizer = wrap(model, group, bucket_bytes=1 << 20, overlap="step")
         model.float()
         batch = shard(batches(1, dtype=torch.float32)[0], group)
         loss_of(model, batch).backward()
@@ -467,7 +467,7 @@ def test_a_deadline_in_step_leaves_the_step_to_be_finished_later() -> None:
 
     def body(group: Group) -> torch.Tensor:
         model = Net()
-        optimizer = wrap(model, group)
+        optimizer = wrap(model, group, overlap="step")
         loss_of(model, shard(batches(1)[0], group)).backward()
         if group.rank == 0:
             with pytest.raises(DeadlineExceededError), impatient(group):

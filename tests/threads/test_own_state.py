@@ -13,7 +13,7 @@ from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededEr
 from totalreduce.recovery.forming import send_state
 from totalreduce.recovery.membership import Decision, Member
 from totalreduce.recovery.optimizers import Optimizers
-from totalreduce.recovery.replicas import OwnState
+from totalreduce.recovery.replicas import OwnState, _BufferRows
 from totalreduce.testing import run_ranks
 
 #: A buffer with so many elements makes the buffers of three ranks too large for rows. They go to the next ranks.
@@ -43,25 +43,22 @@ class Process:
                 getattr(self.model, name),
                 group=group,
                 name=name,
+                overlap="step",
             )
             for name in names
         }
         self.state = tr.State(model=self.model, optimizer=self.wrapped)
         self.optimizers = Optimizers(self.wrapped)
         self.own = OwnState(self.state, self.optimizers, 1)
-        self.optimizers.guard(lambda: None, self.before_wait, self.before_gradients, self.before_install)
+        self.optimizers.guard(lambda: None, self.optimizers.settle, self.before_step, self.before_commit)
 
     # What ``Job`` does in a block.
 
-    def before_wait(self, name: str) -> None:
-        self.own.begin()
-        self.optimizers.settle(name)
-
-    def before_gradients(self) -> None:
+    def before_step(self) -> None:
         self.own.send(self.decision)
         self.own.vote.begin(0, 8)
 
-    def before_install(self) -> None:
+    def before_commit(self) -> None:
         self.own.vote.end()
 
     def enter(self, group, decision: Decision, *, has_state: bool) -> None:
@@ -246,7 +243,10 @@ def test_a_step_that_has_run_out_of_time_may_be_repeated(place: str, num_element
         else:
             process.wrapped["first"].step = note(process.wrapped["first"].step)
         with contextlib.nullcontext() if group.rank == 1 else impatient(group):
-            process.own.vote.prepare()  # again: prepared operations keep the time-out of their preparation
+            # Again: prepared operations keep the time-out of their preparation.
+            process.own.vote.prepare()
+            if process.own._rows is not None:
+                process.own._rows = _BufferRows(process.own._rows._layout, group)
             for _ in range(3):
                 process.block()
         group.barrier()

@@ -20,8 +20,8 @@ class Recorder(GradientReducer):
         self.error: Exception | None = None
         self.active: int | None = None
 
-    def begin(self, *, joined: bool = False) -> None:
-        self.calls.append((self.name, "begin", joined))
+    def begin(self, *, joined: bool = False, again: bool = False) -> None:
+        self.calls.append((self.name, "begin", "again" if again else joined))
 
     def ready(self, member: int) -> None:
         self.calls.append((self.name, "ready", member))
@@ -37,6 +37,12 @@ class Recorder(GradientReducer):
 
     def install(self) -> None:
         self.calls.append((self.name, "install"))
+
+    def commit(self) -> None:
+        self.calls.append((self.name, "commit"))
+
+    def undo(self) -> None:
+        self.calls.append((self.name, "undo"))
 
     def abandon(self) -> None:
         self.calls.append((self.name, "abandon"))
@@ -80,8 +86,8 @@ def test_two_threads_open_one_round() -> None:
     begun = threading.Event()
     begin = reducers[0].begin
 
-    def slow_begin(*, joined: bool = False) -> None:
-        begin(joined=joined)
+    def slow_begin(**arguments: bool) -> None:
+        begin(**arguments)
         if not begun.is_set():
             begun.set()
             second.join(0.1)
@@ -127,55 +133,30 @@ def test_after_a_deadline_the_round_can_be_finished_again() -> None:
     assert calls == [*finished, *((name, "install") for name in "abc")]
 
 
-class Guard:
-    """Notes its calls; ``error`` ends the round before anything but gradients has changed."""
-
-    def __init__(self, calls: list[tuple[object, ...]]) -> None:
-        self.calls = calls
-        self.error: Exception | None = None
-
-    def before_wait(self) -> None:
-        raise AssertionError("the optimizer calls it")
-
-    def before_gradients(self) -> None:
-        self.calls.append(("before gradients",))
-
-    def before_install(self) -> None:
-        self.calls.append(("before install",))
-        if self.error is not None:
-            raise self.error
-
-
-def test_only_gradients_are_installed_while_a_guard_still_waits() -> None:
-    round_, reducers, calls = make()
-    guard = Guard(calls)
-    guard.error = DeadlineExceededError("a rank is late")
-    reducers[0].installs_gradients_only = True
+def finished(round_: Round) -> None:
     round_.open()
     round_.close()
+    round_.finish()
+
+
+def test_what_outlives_a_round_is_kept_when_the_step_is_taken_and_dropped_when_it_is_left_out() -> None:
+    round_, _, calls = make()
+    finished(round_)
     calls.clear()
-    with pytest.raises(DeadlineExceededError):
-        round_.finish(guard)
-    finished = [(name, "finish", 4) for name in "abc"]
-    assert calls == [*finished, ("before gradients",), ("a", "install"), ("before install",)]
-    assert round_.phase is Phase.CLOSED
-    guard.error = None
+    round_.undo()
+    assert calls == [(name, "undo") for name in "abc"]
+    assert round_.phase is Phase.LOCAL
     calls.clear()
-    round_.finish(guard)  # the call that is repeated goes on where it was
-    assert calls == [("before install",), ("b", "install"), ("c", "install")]
-    assert round_.phase is Phase.SYNCHRONISED
+    finished(round_)
+    assert calls[:3] == [(name, "begin", "again") for name in "abc"], "no step was taken since the last round"
+    calls.clear()
+    round_.commit()
+    assert calls == [(name, "commit") for name in "abc"]
+    assert round_.phase is Phase.SYNCHRONISED, "the torch optimizer may fail, and the step be repeated"
     round_.end_step()
-    round_.open()
-    round_.close()
     calls.clear()
-    round_.finish(guard)  # the next round begins from the beginning
-    assert calls[3:] == [
-        ("before gradients",),
-        ("a", "install"),
-        ("before install",),
-        ("b", "install"),
-        ("c", "install"),
-    ]
+    round_.open()
+    assert calls == [(name, "begin", False) for name in "abc"]
 
 
 def test_a_round_is_abandoned_on_ranks_where_none_is_open_too() -> None:

@@ -142,7 +142,7 @@ def test_all_ranks_read_what_some_rank_wrote(arithmetic, world_size):
         for rank in joined[:3]:
             counts += contribution(layout, [0, 1, 2, 3], [1], rank=rank, joined=True)
         for rank in joined[3:]:  # as the others, and faster
-            counts[-world_size + rank] += 1
+            counts[-world_size - 2 + rank] += 1
         for name, reduced in arithmetic.results(counts, world_size).items():
             tail = Tail(reduced, layout)
             where = f"{name} of {num_joined} joined"
@@ -150,6 +150,10 @@ def test_all_ranks_read_what_some_rank_wrote(arithmetic, world_size):
             assert tail.changed() == ([1] if num_joined else []), where
             assert tail.present() == [active > 1, True, True, False], where
             assert tail.missing() == [active > 1, active > 1, False, False], where
+            assert not tail.are_in_different_rounds(), where
+        again = counts + contribution(layout, [3], again=True) - contribution(layout, [3])
+        for name, reduced in arithmetic.results(again, world_size).items():
+            assert Tail(reduced, layout).are_in_different_rounds() == (active > 1), f"one of {active}, {name}"
 
 
 def test_without_reports_of_absence_there_are_fewer_elements_and_nothing_is_missing():

@@ -103,7 +103,9 @@ def seconds(name: str, value: Any, *, or_zero: bool = False) -> float:
 def one_of(name: str, value: Any, allowed: Collection[str]) -> None:
     """Check that a setting has one of the values in ``allowed``."""
     if not isinstance(value, str) or value not in allowed:
-        raise ConfigurationError(f"{name} is {' or '.join(map(repr, allowed))}, not {value!r}")
+        *others, last = map(repr, allowed)
+        listed = f"{', '.join(others)} or {last}" if others else last
+        raise ConfigurationError(f"{name} is {listed}, not {value!r}")
 
 
 def priority(value: Any) -> int:

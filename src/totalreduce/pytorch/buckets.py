@@ -306,7 +306,7 @@ class Bucket:
         grad = self.local[position]
         return grad is not None and self.parameters[position].grad is grad and grad._version == self._versions[position]
 
-    def pack(self, changed: Collection[int] = (), *, joined: bool = False) -> torch.Tensor:
+    def pack(self, changed: Collection[int] = (), *, joined: bool = False, again: bool = False) -> torch.Tensor:
         """Copy the remembered gradients and this rank's flags into the flat tensor, and return that.
 
         The remembered gradients must stay readable until the step is over, since they may be needed a second time.
@@ -316,6 +316,7 @@ class Bucket:
         Args:
             changed: In the last bucket the indices of the buckets whose gradients changed after they had left.
             joined: This rank takes part without data.
+            again: This rank has finished a round since its last step.
 
         Raises:
             UnsupportedError: A sparse gradient.
@@ -354,7 +355,7 @@ class Bucket:
             torch._foreach_copy_(targets, sources)
         if absent:
             torch._foreach_zero_(absent)
-        memory.tail.write(missing, changed, rank=self._wire.rank, joined=joined)
+        memory.tail.write(missing, changed, rank=self._wire.rank, joined=joined, again=again)
         return memory.flat
 
     def _misfit(self, position: int, grad: torch.Tensor) -> ConfigurationError:

@@ -1,8 +1,9 @@
 """The reducer of compressed gradients: from gradient hooks to sparse exchanges, and back to ``parameter.grad``.
 
-A bucket leaves when its parameters have their gradients. The memory of these becomes the accumulated gradient and, when
-the round is over, the residual, while the memory of the old residual becomes ``parameter.grad``. So nothing is copied,
-and there is one float32 residual beside the gradients.
+A bucket leaves when its parameters have their gradients. The memory of these becomes the accumulated gradient, and what
+the round does not apply of it becomes the residual when the optimizer steps (``commit``). If the step is left out
+(``undo``), the residual stays as it was before the round. So the old residual outlives the round. Its memory takes the
+gradients of the next round: there are two float32 values for each element beside the gradients, and nothing is copied.
 
 A gradient that comes after its bucket has left (a second backward pass) is added to the residual: it is sent in a later
 round.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -72,9 +73,12 @@ class _RoundState:
         closed: Whether all buckets have left.
         left: The buckets that have left.
         present: The parameters that had a gradient.
-        accumulated: The gradients that were taken, by parameter: flat, float32.
-        result: The updates of the buckets, after ``finish``; ``None``: the round is skipped.
+        accumulated: The gradients that were taken, by parameter: flat, float32. After ``finish`` they are what the
+            round does not apply.
+        result: The updates of the buckets, between ``finish`` and ``install``; ``None``: the round is skipped.
         active: The number of ranks with data.
+        ended: Whether ``accumulated`` becomes the residuals if the step is taken: between ``install`` and ``commit``.
+        installed: The gradients that were installed, and their counts of changes, by parameter.
     """
 
     scale: float = 1.0
@@ -86,6 +90,8 @@ class _RoundState:
     accumulated: dict[int, torch.Tensor] = field(default_factory=dict)
     result: list[Update] | None = None
     active: int = 0
+    ended: bool = False
+    installed: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
 
 
 @final
@@ -121,8 +127,15 @@ class CompressedReducer(GradientReducer):
         for index, priority in priorities.items():
             self._priorities[index] = priority
 
-    def begin(self, *, joined: bool = False) -> None:
+    @property
+    def is_complete(self) -> bool:
+        """Whether no bucket waits for a gradient that it had in the rounds before."""
+        return self._readiness.is_complete
+
+    def begin(self, *, joined: bool = False, again: bool = False) -> None:  # noqa: ARG002
         """Open a round."""
+        if self._state.ended:
+            self._resolve()
         self._state = _RoundState(self._settings.loss_scale(), self.send_dense, joined)
         self.send_dense = self.skipped = False
         self._round += 1
@@ -165,39 +178,54 @@ class CompressedReducer(GradientReducer):
         return active
 
     def pending(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the residuals and velocities that ``install`` will set, by name: flat, float32, not copied.
-
-        Between ``finish`` and ``install``.
-        """
+        """Return the residuals and velocities by name, as they are when the present step is taken: flat, not copied."""
         state, pending = self._state, self._correction.pending
         residuals, velocities = {}, {}
         for member, (parameter, spec) in enumerate(self._plan.described()):
-            residuals[spec.name] = self._residuals.of(parameter)
-            velocity = self._residuals.velocities.get(parameter)
-            if state.result is not None and state.active:
-                residuals[spec.name] = self._with_late_gradient(member)
-                velocity = pending.get(parameter, velocity)
+            residual, velocity = self._residuals.of(parameter), self._residuals.velocities.get(parameter)
+            if state.ended:
+                residual, velocity = state.accumulated[member], pending.get(parameter, velocity)
+            residuals[spec.name] = residual
             if velocity is not None:
                 velocities[spec.name] = velocity
         return {"residuals": residuals, "velocities": velocities}
 
     def install(self) -> None:
-        """Make the results the gradients, and what was accumulated and not applied the residuals."""
+        """Make the results the gradients. What was accumulated and not applied becomes the residuals in ``commit``."""
         settings, state = self._settings, self._state
         updates, active = state.result, state.active
-        if updates is None and not state.joined:
-            for member, accumulated in state.accumulated.items():
-                accumulated.fill_(math.nan)
-                self._install(member, accumulated)
-        elif updates is not None and active:
-            self._commit(updates, state.scale / settings.divisor(active))
-        elif updates is not None:  # all ranks have joined, so no rank applies anything
+        if updates is None:
+            self._install_nothing()
+        elif not active:  # all ranks have joined, so no rank applies anything
             self._take_back(updates)
-        state.accumulated.clear()
+        else:
+            self._install(updates, state.scale / settings.divisor(active))
         state.result = None
         if settings.rank == 0 and _every(settings.feedback.report_every, self._round):
             for index, report in enumerate(self.rounds.reports()):
                 _log.info("step %d, bucket %d: %s", self._round, index, report.describe())
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a round has ended, and ``commit`` or ``undo`` is to come."""
+        return self._state.ended
+
+    def commit(self) -> None:
+        """Make what was accumulated and not applied the residuals, and keep the velocities."""
+        if self._state.ended:
+            self._commit(range(len(self.parameters)))
+
+    def undo(self) -> None:
+        """Leave residuals and velocities as they were before the round."""
+        if self._state.ended:
+            self._commit(())
+
+    def changed_by_program(self, times: int) -> str | None:
+        """Return the name of a parameter whose result the program has changed more often than so many times."""
+        for member, (gradient, version) in self._state.installed.items():
+            if self.parameters[member].grad is gradient and gradient._version > version + times:
+                return self._plan.specs[member].name
+        return None
 
     def abandon(self) -> None:
         """End an open round without a result. Elements that were sent go back to the residuals.
@@ -210,11 +238,13 @@ class CompressedReducer(GradientReducer):
             if state.result is None:
                 self._mask(updates)
             self._take_back(updates)
+        self.commit()
         state.accumulated.clear()
 
     def drop(self) -> None:
         """End an open round without a result; residuals and velocities stay as they were. See ``abandon``."""
         self._end_exchange()
+        self.undo()
         self._correction.discard()
         self._state.accumulated.clear()
 
@@ -271,39 +301,117 @@ class CompressedReducer(GradientReducer):
             self._correction.correct(parameter, flat, state.scale)
         state.accumulated[member] = flat
 
-    def _commit(self, updates: Sequence[Update], factor: float) -> None:
-        """Make the updates times the factor the gradients, and what was accumulated and not applied the residuals."""
-        state, kept = self._state, self._residuals.kept
-        results = {self.parameters[member]: kept[self.parameters[member]] for member in state.accumulated}
+    def _install_nothing(self) -> None:
+        """Make the gradients NaN: those of some rank are not finite, or the result is too large for a parameter."""
+        state = self._state
+        self.skipped = True
+        self._correction.discard()
+        if not state.joined:
+            for member, accumulated in state.accumulated.items():
+                self._set_gradient(member, accumulated.fill_(math.nan))
+        state.accumulated.clear()
+
+    def _install(self, updates: Sequence[Update], factor: float) -> None:
+        """Make the updates times the factor the gradients."""
+        state, spare = self._state, self._residuals.spare
+        results = {}
+        for member, accumulated in state.accumulated.items():
+            parameter = self.parameters[member]
+            memory = spare.pop(parameter, None)
+            results[parameter] = torch.empty_like(accumulated) if memory is None else memory
         wanted: set[int] = set()
         for index, update in enumerate(updates):
             bucket = self._plan.buckets[index]
             target = self._target(index, results)
             update.write_to(target, factor)
-            # Where everything is applied, ``present`` says for which parameters there were gradients.
+            if update.indices is None:
+                self._keep_unused(index, update)
             counts = [0] * len(bucket) if update.indices is None else target.spread(update.indices)
             wanted.update(
                 part.member
                 for part, present, count in zip(bucket, update.present, counts, strict=True)
                 if present or count
             )
-        self._correction.commit()
-        for member in state.accumulated:
-            parameter = self.parameters[member]
-            kept[parameter] = self._with_late_gradient(member)
-            if not state.joined:
-                parameter.grad = None
+        if not self._round_off(results, wanted, factor):
+            self._install_nothing()
+            return
+        self._end_round()
+        if not state.joined:
+            for member in state.accumulated:
+                self.parameters[member].grad = None
                 if member in wanted:
-                    self._install(member, results[parameter])
+                    self._set_gradient(member, results[self.parameters[member]])
 
-    def _with_late_gradient(self, member: int) -> torch.Tensor:
-        """Return what was accumulated, and add to it, once, a gradient that came after the bucket had left."""
-        state, parameter = self._state, self.parameters[member]
-        accumulated, late = state.accumulated[member], parameter.grad
-        if late is not None and not state.joined:
-            accumulated.add_(flattened(late, self._plan.specs[member]), alpha=1.0 / state.scale)
-            parameter.grad = None
-        return accumulated
+    @torch.no_grad()
+    def _keep_unused(self, index: int, update: Update) -> None:
+        """Give back, in equal shares, what an update of all elements has of parameters without a gradient on any rank.
+
+        Their gradient stays ``None``, so that the optimizer does not touch them.
+        """
+        share, begin = 1.0 / self._settings.world_size, 0
+        for part, present in zip(self._plan.buckets[index], update.present, strict=True):
+            end = begin + part.end - part.begin
+            if not present:
+                flat = self._state.accumulated[part.member][part.begin : part.end]
+                flat.add_(torch.from_numpy(update.values[begin:end]).to(flat.device), alpha=share)
+            begin = end
+
+    @torch.no_grad()
+    def _round_off(self, results: Mapping[torch.nn.Parameter, torch.Tensor], wanted: set[int], factor: float) -> bool:
+        """Round results to the dtypes of their parameters, and give the errors back to what was accumulated.
+
+        Each rank takes an equal share of the error, so the sum of all residuals is exact.
+
+        Returns:
+            Whether the rounded results are finite, which is equal on all ranks.
+        """
+        share = 1.0 / factor / self._settings.world_size
+        for member in sorted(wanted):
+            parameter = self.parameters[member]
+            if parameter.dtype.itemsize >= torch.float32.itemsize:
+                continue
+            exact = results[parameter]
+            rounded = exact.to(parameter.dtype)
+            if not bool(rounded.isfinite().all()):
+                return False
+            self._state.accumulated[member].add_(exact.sub_(rounded), alpha=share)
+            exact.copy_(rounded)
+        return True
+
+    def _end_round(self) -> None:
+        """Add late gradients to what was accumulated: it is complete, and becomes the residuals in ``commit``."""
+        state = self._state
+        for member, accumulated in state.accumulated.items():
+            late = self.parameters[member].grad
+            if late is not None and not state.joined:
+                accumulated.add_(flattened(late, self._plan.specs[member]), alpha=1.0 / state.scale)
+        state.ended = True
+
+    def _commit(self, members: Collection[int]) -> None:
+        """End the step: what was accumulated of these parameters becomes the residuals."""
+        state, kept, spare = self._state, self._residuals.kept, self._residuals.spare
+        for member in members:
+            parameter = self.parameters[member]
+            spare[parameter], kept[parameter] = kept[parameter], state.accumulated[member]
+        if members:
+            self._correction.commit({self.parameters[member] for member in members})
+        self._correction.discard()
+        state.ended = False
+        state.accumulated.clear()
+        state.installed.clear()
+
+    def _resolve(self) -> None:
+        """Find out by the gradients which parameters' results the program has reset, and commit the others.
+
+        A gradient that backward has added to counts as reset if another one was found to be zero.
+        """
+        installed = self._state.installed
+        there = {member for member, (gradient, _) in installed.items() if self.parameters[member].grad is gradient}
+        if any(not bool(installed[member][0].any()) for member in there):
+            there = set()
+        if there or not installed:
+            there.update(self._state.accumulated.keys() - installed.keys())  # nothing of these was applied
+        self._commit(there)
 
     def _mask(self, updates: Sequence[Update]) -> None:
         """Set velocities to zero where elements were applied (factor masking). They are those of this round only."""
@@ -314,18 +422,21 @@ class CompressedReducer(GradientReducer):
 
     def _take_back(self, updates: Sequence[Update]) -> None:
         """Make everything that was accumulated the residuals: each rank takes its share of the updates back."""
-        self._commit(updates, 1.0)
+        accumulated = {self.parameters[member]: flat for member, flat in self._state.accumulated.items()}
         for index, update in enumerate(updates):
-            update.add_to(self._target(index, self._residuals.kept), 1.0 / self._settings.world_size)
+            update.add_to(self._target(index, accumulated), 1.0 / self._settings.world_size)
+        self._end_round()
 
     def _target(self, index: int, flats: Mapping[torch.nn.Parameter, torch.Tensor]) -> Accumulator:
         """Return the accumulator of a bucket over flat tensors, by parameter."""
         parts = [flats[self.parameters[part.member]][part.begin : part.end] for part in self._plan.buckets[index]]
         return accumulator_of(parts, self._streams)
 
-    def _install(self, member: int, flat: torch.Tensor) -> None:
+    def _set_gradient(self, member: int, flat: torch.Tensor) -> None:
         parameter, spec = self.parameters[member], self._plan.specs[member]
-        parameter.grad = shaped(flat, spec).to(parameter.dtype)  # the same memory, if the parameter is float32
+        gradient = shaped(flat, spec).to(parameter.dtype)  # the same memory, if the parameter is float32
+        parameter.grad = gradient
+        self._state.installed[member] = gradient, gradient._version
 
 
 def _every(interval: int, step: int) -> bool:

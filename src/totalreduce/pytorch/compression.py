@@ -48,18 +48,36 @@ class Compression:
         self.choices: list[Choice] = []
         self.reducer: CompressedReducer | None = None
         self._plan = CompressedPlan((), (), ())
-        self._has_warned = False
+        self._warned: set[str] = set()  #: The kinds of warnings that were shown.
 
     def warn_of_skip(self) -> None:
         """Warn once that ``DistributedOptimizer.step`` has skipped a step; with a ``GradScaler`` that is usual."""
-        if self.grad_scaler is None and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
+        if self.grad_scaler is None:
+            self._warn(
+                "skip",
                 "a step was skipped on all ranks, because some rank's gradients were not finite; parameters and "
                 "residuals have not changed. DistributedOptimizer.skipped_steps counts such steps.",
-                RuntimeWarning,
-                stacklevel=3,
             )
+
+    def warn_of_changes(self) -> None:
+        """Warn once if the program has changed what the method has selected; a ``GradScaler`` does so once a step."""
+        if self.reducer is None:
+            return
+        scaled = self.grad_scaler is not None and self.grad_scaler.is_enabled()
+        name = self.reducer.changed_by_program(int(scaled))
+        if name is not None:
+            self._warn(
+                "changes",
+                f"the gradient of {name!r} was changed between backward() and step(). It has only the elements that "
+                "the sparse method has selected, and what is cut off of them is lost. To clip gradients before the "
+                "selection, write DistributedOptimizer(..., feedback=tr.ErrorFeedback(clip_norm=...)) instead of "
+                "clip_grad_norm_",
+            )
+
+    def _warn(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
 
     def choose(self, plan: CompressedPlan) -> Collection[str]:
         """Measure, with ``tr.Auto``, which buckets are worth compressing; return the other buckets' parameters.
@@ -107,6 +125,11 @@ class Compression:
         self.reducer.send_dense = send_dense
         return self.reducer
 
+    @property
+    def in_step(self) -> bool:
+        """Whether residuals may change when the present step is taken, or stay as they are if it is left out."""
+        return self.reducer is not None and self.reducer.in_step
+
     def shaped_residuals(self) -> dict[str, torch.Tensor]:
         """Return the residuals of the plan's parameters by name, in the parameters' shapes."""
         return {spec.name: shaped(self.residuals.of(parameter), spec) for parameter, spec in self._plan.described()}
@@ -133,9 +156,9 @@ class Compression:
             self.reducer.rounds.load_state(known["sessions"])
 
     def pending(self) -> dict[str, Any]:
-        """Return the part of the state that this rank has for itself, as ``Round.install`` will set it; not copied.
+        """Return the part of the state that this rank has for itself, as it is when the present step is taken.
 
-        Between the end of a round's exchange and ``install``. Empty if the plan compresses nothing.
+        Not copied; empty if the plan compresses nothing.
         """
         return {} if self.reducer is None else {"sessions": self.reducer.rounds.state(), **self.reducer.pending()}
 

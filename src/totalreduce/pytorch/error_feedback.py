@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -186,12 +186,14 @@ class Residuals:
 
     Attributes:
         kept: The residuals.
+        spare: Memory for the gradients of the next round; its contents do not matter.
         velocities: With momentum correction, the velocities, as large as the residuals.
         spare_velocities: Memory for the velocities of the next round; its contents do not matter.
     """
 
     def __init__(self) -> None:
         self.kept: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self.spare: dict[torch.nn.Parameter, torch.Tensor] = {}
         self.velocities: dict[torch.nn.Parameter, torch.Tensor] = {}
         self.spare_velocities: dict[torch.nn.Parameter, torch.Tensor] = {}
 
@@ -287,14 +289,13 @@ class MomentumCorrection:
         """Return the factor of the loss that gradients still have after ``correct``."""
         return 1.0 if self._momentum else loss_scale
 
-    def commit(self) -> None:
-        """Keep the velocities of this round. The memory of the old ones is used in the next round."""
+    def commit(self, parameters: Collection[torch.nn.Parameter] | None = None) -> None:
+        """Keep the velocities of this round, of these parameters or of all. The next round uses the old memory."""
         velocities, spare = self._residuals.velocities, self._residuals.spare_velocities
-        for parameter, new in self.pending.items():
+        for parameter in [*self.pending] if parameters is None else self.pending.keys() & parameters:
             if parameter in velocities:
                 spare[parameter] = velocities[parameter]
-            velocities[parameter] = new
-        self.pending = {}
+            velocities[parameter] = self.pending.pop(parameter)
 
     def discard(self) -> None:
         """Forget the velocities of this round: it had no result."""

@@ -5,6 +5,7 @@ Tried with torch 2.11 to 2.13. When a new version of torch breaks one of these f
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
@@ -16,7 +17,21 @@ from torch.utils.hooks import RemovableHandle
 from totalreduce.runner.meter import Figure
 from totalreduce.tensors.compilation import never_compiled
 
-__all__ = ["HookHandles", "StepCounter", "WeakFigures", "WeakHook", "has_step_hooks", "has_weak_hook", "in_backward"]
+__all__ = [
+    "HookHandles",
+    "StepCounter",
+    "WeakFigures",
+    "WeakHook",
+    "backward_pass",
+    "has_step_hooks",
+    "has_weak_hook",
+    "in_backward",
+    "in_nested_backward",
+    "when_backward_ends",
+]
+
+#: The frame in which autograd runs the backward function of a ``torch.autograd.Function``.
+_FUNCTION_FRAME = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
 @never_compiled
@@ -145,6 +160,24 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def backward_pass() -> int:
+    """Return the number of the backward pass in which the calling thread is; -1 outside of ``backward()``."""
+    return int(torch._C._current_graph_task_id())
+
+
 def in_backward() -> bool:
     """Whether the calling thread is inside ``backward()``, as ``torch.utils.checkpoint`` finds it out."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return backward_pass() != -1
+
+
+def in_nested_backward() -> bool:
+    """Whether the present backward pass was called in another one, as checkpoints with ``use_reentrant=True`` do."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not _FUNCTION_FRAME:
+        frame = frame.f_back  # type: ignore[assignment]  # None at the end
+    return frame is not None
+
+
+def when_backward_ends(callback: Callable[[], None]) -> None:
+    """Have the callback called when the present backward pass has ended; its errors are those of ``backward()``."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -129,5 +129,6 @@ class Joining(Unfinished):
             self._round.finish()
         except MissingTensorError:
             return False  # the ranks with data raise it, too, and go on with another round
+        self._round.commit()  # this rank does not learn whether the others leave the step out
         self.skipped_steps += self._round.skipped
         return True

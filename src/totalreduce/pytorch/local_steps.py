@@ -172,8 +172,8 @@ class LocalSteps:
         if not self._kept.is_done:
             self.step()
             self._kept.is_done = True
-        guard.before_gradients()
-        guard.before_install()
+        guard.before_step()
+        guard.before_commit()
         self._kept = None
 
     def undo(self) -> None:

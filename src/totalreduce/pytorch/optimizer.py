@@ -1,10 +1,11 @@
 """``DistributedOptimizer``: a torch optimizer that steps with the gradients of all ranks.
 
 It wraps a torch optimizer (``wrapper``), and synchronises the gradients of each step in a *round* (``round``). The
-first gradient hook of a step opens the round. If no hook has run, the call that closes the round opens it first.
-``step()``, ``synchronize()``, ``join()``, and reading ``param_groups`` while gradients are in flight close the round,
-and wait for the gradients of all ranks unless the updates are deferred. ``replan()`` and ``add_param_group()`` abandon
-it. A round has several *reducers*, each of which synchronises some of the parameters:
+first gradient hook of a backward pass opens the round, and with ``overlap="backward"`` the end of that pass closes it.
+Otherwise ``step()``, ``synchronize()``, ``join()``, and reading ``param_groups`` while gradients are in flight close
+it. If no hook has run, the call that closes the round opens it first. Who closes a round waits for the gradients of all
+ranks, unless the updates are deferred. ``replan()`` and ``add_param_group()`` abandon it. A round has several
+*reducers*, each of which synchronises some of the parameters:
 
 * ``reducer.Reducer``: dense gradients, in buckets;
 * ``sparse_gradients.SparseReducer``: the rows of sparse gradients;
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import functools
 import json
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal
@@ -37,7 +39,15 @@ from totalreduce.groups.group import Group
 from totalreduce.pytorch.compression import Compression, refuse_unfit
 from totalreduce.pytorch.deferred import DeferredUpdates
 from totalreduce.pytorch.error_feedback import ErrorFeedback
-from totalreduce.pytorch.hooks import HookHandles, WeakFigures, WeakHook, in_backward
+from totalreduce.pytorch.hooks import (
+    HookHandles,
+    WeakFigures,
+    WeakHook,
+    backward_pass,
+    in_backward,
+    in_nested_backward,
+    when_backward_ends,
+)
 from totalreduce.pytorch.joining import ClosureLoss, ComparingPlans, EndingPlan, Joining, Unfinished
 from totalreduce.pytorch.order import ForwardOrder
 from totalreduce.pytorch.planning import ParameterSource, PlanSettings, agree_on_plan
@@ -156,14 +166,18 @@ class DistributedOptimizer(OptimizerWrapper):
         op: ``AVG``: gradients are averaged over the ranks. ``SUM``: they are added.
         bucket_bytes: The size limit of a bucket, whose gradients travel as one operation. Default: 4 MiB. With a
             native library: 8 MiB, or the coordinator's ``fusion_bytes`` if that is smaller.
-        overlap: ``"backward"``: communication runs during backward, and ``step()`` waits for it. ``"iterations"``:
-            ``step()`` without a closure returns at once. Before its next forward pass, each module waits only for the
-            gradients of its own parameters. ``step()`` waits and updates all parameters, as with ``"backward"``, if
+        overlap: Until when communication may go on. ``"backward"``: ``backward()`` returns when the gradients are
+            those of all ranks, as with DistributedDataParallel. So every backward pass outside of ``no_sync()`` is a
+            round, and all ranks make the same number of these passes in a step, or none. ``"step"``: ``step()`` waits,
+            and the gradients are this rank's own until then. Only steps are rounds, so ranks may make different numbers
+            of backward passes. With ``op=SUM``, ``"backward"`` means ``"step"``. ``"iterations"``: ``step()`` without a
+            closure returns at once. Before its next forward pass, each module waits only for the
+            gradients of its own parameters. ``step()`` waits and updates all parameters, as with ``"step"``, if
             the gradients are already synchronised (by ``synchronize()``, or because ``param_groups`` was read, as
             ``GradScaler`` does); if a step hook is registered on the torch optimizer or for all torch optimizers; or if
             no module of ``model`` has run since the plan was made. ``"iterations"`` requires ``model`` and cannot be
             combined with ``sync``, except with ``tr.ParameterServer``, whose values or gradients then come in the order
-            in which forward needs them. ``DistributedOptimizer`` uses ``"backward"`` instead, without an error, if
+            in which forward needs them. ``DistributedOptimizer`` uses ``"step"`` instead, without an error, if
             ``on_missing="error"``, if sparse gradients are gathered, or if the torch optimizer is LBFGS or SparseAdam.
         on_missing: What to do if only some ranks have a gradient of a parameter. ``"zero"``: the others count as having
             zeros. ``"error"``: every rank raises ``MissingTensorError``. ``"error"`` does not apply to sparse gradients
@@ -221,7 +235,7 @@ class DistributedOptimizer(OptimizerWrapper):
         group: Group,
         op: ReduceOp = ReduceOp.AVG,
         bucket_bytes: int | None = None,
-        overlap: Literal["backward", "iterations"] = "backward",
+        overlap: Literal["backward", "step", "iterations"] = "backward",
         on_missing: Literal["zero", "error"] = "zero",
         named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
         compression: Literal["none", "fp16", "bf16"] = "none",
@@ -279,6 +293,8 @@ class DistributedOptimizer(OptimizerWrapper):
         #: The steps of the strategy, if there is one.
         self._local: StrategySteps | None = None
         self._no_sync_depth = 0
+        self._pass = -1  #: The backward pass at whose end the round is to be closed.
+        self._has_warned = False  #: Whether it was said that gradients in flight have changed.
         self._planned = self._closed = False
         self._round = Round([], group.world_size)  #: Until there is a plan, a round without reducers.
         #: The call that a time-out interrupted, if any. ``Joining``: ``join()`` is running or was interrupted.
@@ -354,6 +370,16 @@ class DistributedOptimizer(OptimizerWrapper):
         """
         self._round.drop()
         self._inner.zero_grad()
+
+    def undo(self) -> None:
+        """Undo the present step, which does not take effect: residuals and a strategy's state are as before it.
+
+        ``tr.recoverable`` calls this, before ``form_again`` if a rank was lost.
+        """
+        local = _guarded(self._local)
+        if local is not None:
+            local.undo()
+        self._round.undo()
 
     def replan(self) -> None:
         """Plan again after parameters were frozen or unfrozen, or the model changed its dtype. Collective.
@@ -535,6 +561,11 @@ class DistributedOptimizer(OptimizerWrapper):
                 "backward() has changed the reduced gradients of a step(closure) that a time-out had interrupted. "
                 "The other ranks apply them unchanged, so this DistributedOptimizer is closed. Load a checkpoint"
             )
+        if round_.phase is Phase.SYNCHRONISED:
+            self._check_adds_up()
+        if self._pass != backward_pass():
+            self._pass = backward_pass()
+            when_backward_ends(WeakHook(self._after_backward))
         if self._no_sync_depth:
             round_.forget_result()
             return
@@ -545,6 +576,40 @@ class DistributedOptimizer(OptimizerWrapper):
         if round_.phase is not Phase.OPEN:
             round_.open()
         round_.ready(index)
+
+    def _check_adds_up(self) -> None:
+        """Refuse to add gradients to reduced ones if reducing the sum would change these."""
+        if not self._settings.adds_up(self._round.active, self._group.world_size):
+            raise ConfigurationError(
+                "this backward pass adds gradients to those that synchronize() has reduced already, and reducing them "
+                f"again with op={self._settings.op.name} and join_divisor={self._settings.join_divisor!r} would change "
+                "these: call step() or zero_grad() first"
+            )
+
+    @property
+    def _waits_in_backward(self) -> bool:
+        """Whether the present backward pass ends the round that it has opened."""
+        return (
+            self._settings.overlap == "backward"
+            and self._settings.op is ReduceOp.AVG
+            and (self.guard is None or self.guard.waits_in_backward)
+        )
+
+    def _after_backward(self) -> None:
+        """Close the round at the end of a backward pass, and wait for it when all optimizers have closed theirs.
+
+        A pass within another one, as checkpoints make it, may be only a part of that one. Then the end of the outer one
+        closes the round, or ``step()`` if there are no gradients behind the inner one.
+        """
+        self._pass, is_nested = -1, in_nested_backward()
+        if self._round.phase is Phase.OPEN and self._waits_in_backward and not self._no_sync_depth:
+            if is_nested and not self._round.is_complete:
+                return
+            self._check_usable()
+            self._close_round()
+            when_backward_ends(WeakHook(self._synchronize))
+        elif not is_nested:
+            self._dense.note_gradients()
 
     def synchronize(self) -> None:
         """Wait for the gradients of all ranks and install them as ``parameter.grad``. Collective.
@@ -578,7 +643,7 @@ class DistributedOptimizer(OptimizerWrapper):
             self._close_round()
             if self.guard is not None:
                 self.guard.before_wait()
-            self._round.finish(self.guard)
+            self._round.finish()
             self.skipped_steps += self._round.skipped
 
     def _close_round(self) -> None:
@@ -586,7 +651,22 @@ class DistributedOptimizer(OptimizerWrapper):
         self._plan.check_unchanged(self._inner.param_groups)
         if not self._round.in_flight:
             self._round.open()
+        if not in_backward():
+            self._warn_of_changes()
         self._round.close()
+
+    def _warn_of_changes(self) -> None:
+        """Warn once if the program has changed gradients that are still this rank's own, as clipping does."""
+        name = None if self._has_warned else self._dense.changed_by_program()
+        if name is not None:
+            self._has_warned = True
+            warnings.warn(
+                f"the gradient of {name!r} was changed between backward() and step(), while it was still this rank's "
+                "own: the change is averaged over the ranks, and a norm was this rank's. To change (clip, unscale) the "
+                "gradients of all ranks, as with DistributedDataParallel, call optimizer.synchronize() first",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters with the gradients of all ranks. Collective.
@@ -631,15 +711,25 @@ class DistributedOptimizer(OptimizerWrapper):
             self._deferred.begin(self.flush)
         else:
             self._synchronize()
+            self._agree_on_step()
             if not self._round.skipped:
                 result = self._inner.step()
         if self._round.skipped:
             self._compressed.warn_of_skip()
+        self._round.commit()
         self._round.end_step()
         if self._local is not None:
             self._local.stepped()
         self._count_step()
         return result
+
+    def _agree_on_step(self) -> None:
+        """Return when it is certain that this rank takes the step; keep what outlives the round."""
+        if self.guard is not None:
+            self.guard.before_step()
+            self.guard.before_commit()
+        self._compressed.warn_of_changes()
+        self._round.commit()
 
     def _count_step(self) -> None:
         """Have the meter count the step that has ended, with the waits of which the engine does not know."""
@@ -810,7 +900,9 @@ class DistributedOptimizer(OptimizerWrapper):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as torch does. Updates that ``step()`` has deferred are still applied.
 
-        With ``sync``, gradients that have already been sent are not recalled: the next ``step()`` applies them.
+        If the gradients are reduced and ``step()`` was not called, the step is left out, and with ``sync`` the
+        residuals are as before. Gradients that are in flight are not recalled with ``sync``: the next ``step()``
+        applies them.
 
         Raises:
             ConfigurationError: A ``step(closure)`` ran out of time and must be repeated. It needs the gradients.
@@ -820,8 +912,10 @@ class DistributedOptimizer(OptimizerWrapper):
         if not set_to_none and self._planned:
             self._deferred.keep_contributions()
         self._inner.zero_grad(set_to_none)
-        self._round.forget_result()
+        self._round.undo()
         self._round.restart_passes()
+        if self._planned:
+            self._dense.forget_gradients()
 
     def close(self) -> None:
         """Apply deferred updates and remove every hook; the torch optimizer may then be used on its own.
@@ -875,10 +969,10 @@ class DistributedOptimizer(OptimizerWrapper):
                 self._group.operations.runner.refusal
                 or "the last plan failed: correct the model and call replan() on every rank"
             )
-        if between_rounds and self._round.in_flight:
+        if between_rounds and (self._round.in_flight or self._compressed.in_step):
             raise ConfigurationError(
-                "gradients of this step are in flight: call flush_residuals(), residual_state_dict() or "
-                "load_residual_state_dict() before backward(), or after step()"
+                "gradients of this step have left: call flush_residuals() or load_residual_state_dict() before "
+                "backward(), or after step() or zero_grad()"
             )
 
     @property
@@ -914,7 +1008,7 @@ class DistributedOptimizer(OptimizerWrapper):
         sparse method, and the exchange fails.
 
         Raises:
-            ConfigurationError: Gradients are in flight: it was called between ``backward()`` and ``step()``.
+            ConfigurationError: It was called between ``backward()`` and ``step()``.
         """
         self._check_usable(between_rounds=True)
         if self._compressed.reducer is not None:
@@ -927,12 +1021,18 @@ class DistributedOptimizer(OptimizerWrapper):
         training that was not interrupted.
 
         A request of ``flush_residuals`` is not part of the state. Every rank has a state of its own. To resume with a
-        different number of ranks, pass the states of all ranks to ``load_residual_state_dict``.
+        different number of ranks, pass the states of all ranks to ``load_residual_state_dict``. Between ``backward()``
+        and ``step()`` the state is that before the step, as the parameters are.
 
         Raises:
-            ConfigurationError: Gradients are in flight: it was called between ``backward()`` and ``step()``.
+            ConfigurationError: Gradients are in flight: it was called between ``backward()`` and ``step()``, with
+                ``overlap="step"``.
         """
-        self._check_usable(between_rounds=True)
+        self._check_usable()
+        if self._round.in_flight:
+            raise ConfigurationError(
+                "gradients of this step are in flight: call residual_state_dict() before backward(), or after step()"
+            )
         return self._compressed.state()
 
     def load_residual_state_dict(self, *states: Mapping[str, Any]) -> None:
@@ -943,8 +1043,8 @@ class DistributedOptimizer(OptimizerWrapper):
                 distributed over the ranks so that the sum of all residuals stays the same.
 
         Raises:
-            ConfigurationError: States are missing, or of another model. Or gradients are in flight: it was called
-                between ``backward()`` and ``step()``.
+            ConfigurationError: States are missing, or of another model. Or it was called between ``backward()`` and
+                ``step()``.
         """
         self._check_usable(between_rounds=True)
         self._compressed.load_state(states)

@@ -39,7 +39,7 @@ class PlanSettings:
     optimizer: str
     op: ReduceOp
     bucket_bytes: int
-    overlap: Literal["backward", "iterations"]
+    overlap: Literal["backward", "step", "iterations"]
     on_missing: Literal["zero", "error"]
     compression: Literal["none", "fp16", "bf16"]
     gradient_predivide_factor: float
@@ -56,19 +56,25 @@ class PlanSettings:
             return 1
         return active if self.join_divisor == "active" and active else world_size
 
+    def adds_up(self, active: int, world_size: int) -> bool:
+        """Whether gradients that ``active`` of ``world_size`` ranks have reduced may be reduced with others added.
+
+        The average of equal gradients is that gradient, unless ranks that have joined add zeros to it.
+        """
+        return self.op is ReduceOp.AVG and self.divisor(active, world_size) == active
+
     def repeatable(self, active: int, world_size: int) -> bool:
         """Whether gradients that ``active`` of ``world_size`` ranks have reduced stay what they are if reduced again.
 
-        The average of equal gradients is that gradient, unless ranks that have joined add zeros to it. A sparse method
-        would add residuals, and select some of the elements once more.
+        A sparse method would add residuals, and select some of the elements once more.
         """
-        return self.op is ReduceOp.AVG and self.sync is None and self.divisor(active, world_size) == active
+        return self.sync is None and self.adds_up(active, world_size)
 
     def __post_init__(self) -> None:
         if self.op not in (ReduceOp.SUM, ReduceOp.AVG):
             raise ConfigurationError(f"gradients are reduced by SUM or AVG, not {self.op!r}")
         checks.integer_fields(self, "bucket_bytes", "backward_passes_per_step", minimum=1)
-        checks.one_of("overlap", self.overlap, ("backward", "iterations"))
+        checks.one_of("overlap", self.overlap, ("backward", "step", "iterations"))
         checks.one_of("on_missing", self.on_missing, ("zero", "error"))
         if self.compression not in _WIRE_DTYPES:
             raise ConfigurationError(f"compression is one of {', '.join(_WIRE_DTYPES)}, not {self.compression!r}")
@@ -80,12 +86,12 @@ class PlanSettings:
                 f"{self.op.name.lower()}"
             )
         checks.one_of("sparse", self.sparse, ("dense", "gather"))
-        if self.sync is not None and (self.overlap != "backward" or self.on_missing != "zero"):
+        if self.sync is not None and (self.overlap == "iterations" or self.on_missing != "zero"):
             raise ConfigurationError(
-                f"sync={self.sync.name!r} needs overlap='backward' and on_missing='zero', not "
+                f"sync={self.sync.name!r} needs overlap='backward' or 'step', and on_missing='zero', not "
                 f"{self.overlap!r} and {self.on_missing!r}: what is selected cannot be taken back one by one"
             )
-        if self.strategy is not None and self.overlap != "backward" and not self.strategy.can_defer:
+        if self.strategy is not None and self.overlap == "iterations" and not self.strategy.can_defer:
             raise ConfigurationError(
                 f"sync={self.strategy.name!r} needs overlap='backward': in most of its steps no gradient is exchanged"
             )

@@ -104,8 +104,6 @@ class Reducer(GradientReducer):
         resubmissions: The number of buckets that were sent twice.
     """
 
-    installs_gradients_only = True
-
     def __init__(
         self,
         group: Group,
@@ -118,7 +116,7 @@ class Reducer(GradientReducer):
         forbid_missing: bool,
     ) -> None:
         self._group, self._arithmetic = group, arithmetic
-        self.parameters = parameters
+        self.parameters, self._specs = parameters, specs
         wire = WireFormat(
             group.rank,
             group.world_size,
@@ -132,7 +130,9 @@ class Reducer(GradientReducer):
         self.names = [f"{name}.bucket{bucket.spec.index}[{_ends(bucket)}]" for bucket in self.buckets]
         self._stream = group.planned(self.names)
         self._readiness = BucketReadiness([spec.members for spec in plan])
-        self._closed = self._joined = self._agreed = False
+        self._closed = self._joined = self._again = self._agreed = False
+        #: By member: the gradient as the last backward pass has left it, by its identity and its count of changes.
+        self._as_computed: dict[int, tuple[int, int]] = {}
         self.active_ranks = tuple(range(group.world_size))
         self._postscale = 1.0
         self.round = self.resubmissions = 0
@@ -159,16 +159,41 @@ class Reducer(GradientReducer):
         """Indices of the buckets, the most urgent first."""
         return sorted(range(len(self.buckets)), key=lambda index: (self.buckets[index].priority, -index))
 
-    def begin(self, *, joined: bool = False) -> None:
+    def begin(self, *, joined: bool = False, again: bool = False) -> None:
         """Open a round."""
         self.round += 1
-        self._joined = joined
+        self._joined, self._again = joined, again
         self._stream.begin()
         self._closed = self._agreed = False
         self._missing = None
         for bucket in self.buckets:
             bucket.begin()
         self._readiness.begin()
+
+    def note_gradients(self) -> None:
+        """Note the gradients at the end of a backward pass, so that a change by the program is noticed."""
+        grads = ((member, parameter.grad) for member, parameter in enumerate(self.parameters))
+        self._as_computed = {member: (id(grad), grad._version) for member, grad in grads if grad is not None}
+
+    def forget_gradients(self) -> None:
+        """Forget the noted gradients: the program has reset them."""
+        self._as_computed.clear()
+
+    def changed_by_program(self) -> str | None:
+        """Return the name of a parameter whose gradient is not as backward has left it, and not zero, if there is one.
+
+        Before ``close`` such a gradient is still this rank's own one.
+        """
+        for member, computed in self._as_computed.items():
+            gradient = self.parameters[member].grad
+            if gradient is not None and (id(gradient), gradient._version) != computed and bool(gradient.any()):
+                return self._specs[member].name
+        return None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no bucket waits for a gradient that it had in the rounds before."""
+        return self._readiness.is_complete
 
     def ready(self, member: int) -> None:
         """Send the bucket of the parameter if it waited for no other gradient, and is not the last one."""
@@ -198,6 +223,7 @@ class Reducer(GradientReducer):
             self.buckets[last].capture(empty=self._joined)
             self._submit(last, changed)
         self._closed = True
+        self._as_computed.clear()
         if not self._joined:
             self._readiness.close()
 
@@ -273,7 +299,7 @@ class Reducer(GradientReducer):
 
     def _submit(self, index: int, changed: Collection[int] = ()) -> None:
         bucket = self.buckets[index]
-        flat = bucket.pack(changed, joined=self._joined)
+        flat = bucket.pack(changed, joined=self._joined, again=self._again)
         bucket.work = self._stream.submit(index, flat, op=self._arithmetic.op, priority=bucket.priority)
 
     def _empty(self, num_elements: int, /, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -288,6 +314,14 @@ class Reducer(GradientReducer):
         last = self.buckets[-1]
         assert last.work is not None, "the round was closed, so the last bucket was submitted"
         last.work.wait()
+        if last.tail.are_in_different_rounds():
+            raise ConfigurationError(
+                "since the last step() some ranks have called backward() more often than others, and their gradients "
+                "would be mixed. With overlap='backward' each backward pass synchronises, as with "
+                "DistributedDataParallel: write `with optimizer.no_sync():` around all but the last backward pass of a "
+                "step, or build the optimizer with overlap='step', with which each step() synchronises once. This "
+                "optimizer cannot go on"
+            )
         joined = last.tail.joined()
         self.active_ranks = tuple(rank for rank in range(self._group.world_size) if rank not in joined)
         self._postscale = self._arithmetic.postscale(len(self.active_ranks))

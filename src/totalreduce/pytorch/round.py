@@ -24,12 +24,20 @@ __all__ = ["BucketReadiness", "GradientReducer", "Phase", "Round", "RoundGuard"]
 
 
 class RoundGuard(Protocol):
-    """Takes part in every round of an optimizer, and can end it before parameters and residuals change.
+    """Takes part in every step of an optimizer, and can end it before parameters and residuals change.
 
     In a step of a strategy, ``before_wait`` is called before the exchange that follows the step, and the other two
     after it: then everything has changed, and is undone if they raise an error. In a step without an exchange only
     ``step_alone`` is called.
+
+    Attributes:
+        waits_in_backward: Whether a round may end with the backward pass that has opened it, and not only in ``step()``
+            or ``synchronize()``.
     """
+
+    @property
+    def waits_in_backward(self) -> bool:
+        """See the class."""
 
     def step_alone(self) -> None:
         """Do what must happen before this rank steps by itself, without any exchange."""
@@ -37,43 +45,46 @@ class RoundGuard(Protocol):
     def before_wait(self) -> None:
         """Do what may happen while the gradients are exchanged; all of this rank have left."""
 
-    def before_gradients(self) -> None:
-        """Do what must happen when this rank has all ranks' gradients, before any of its own is replaced."""
+    def before_step(self) -> None:
+        """Begin to agree on the step: this rank has the gradients of all ranks, as the optimizer will use them."""
 
-    def before_install(self) -> None:
-        """Do what must happen before anything else changes than gradients. Called after ``before_gradients``."""
+    def before_commit(self) -> None:
+        """Return when all ranks have agreed, before parameters, residuals or the optimizer's state change."""
 
 
 class GradientReducer(ABC):
     """Synchronises the gradients of some parameters, one round after the other.
 
     In every round each rank calls ``begin``, ``ready`` for gradients in the order in which they come, ``close``,
-    ``finish`` and ``install``. Instead of ``install`` it may call ``abandon``, also before ``finish`` has returned or
-    before ``close``. ``close``, ``finish`` and ``abandon`` are collective.
+    ``finish`` and ``install``, and then ``commit`` when the optimizer steps, or ``undo`` if the step is left out.
+    Instead of ``install`` it may call ``abandon``, also before ``finish`` has returned or before ``close``. ``close``,
+    ``finish`` and ``abandon`` are collective.
 
     Attributes:
         parameters: The parameters. The optimizer calls ``ready`` for those of a reducer with ``hooked``.
         hooked: Whether a gradient of these parameters opens a round, and the reducer is told when it is ready. Each
             parameter belongs to one such reducer.
         skipped: Whether the last round ended without a result, so that the optimizer must not step.
-        installs_gradients_only: Whether ``install`` changes nothing but the gradients of its parameters.
     """
 
     parameters: Sequence[torch.nn.Parameter]
     hooked = True
     skipped = False
-    installs_gradients_only = False
 
     @abstractmethod
-    def begin(self, *, joined: bool = False) -> None:
-        """Open a round. The previous round is over.
+    def begin(self, *, joined: bool = False, again: bool = False) -> None:
+        """Open a round. The previous one is over.
+
+        If neither ``commit`` nor ``undo`` was called for that one, the program has left its step out if it has reset
+        the installed gradients. Otherwise the gradients of this round are added to them.
 
         Args:
             joined: This rank has no more data, and takes part in the rounds of the others without gradients.
+            again: This rank has finished a round since its last step. Equal on all ranks that have data.
         """
 
     def ready(self, member: int) -> None:  # noqa: B027  (most reducers have something to do here, but not all)
-        """Note that the gradient of a parameter was accumulated; ``member`` is its index in ``parameters``."""
+        """Note that the gradient of a parameter may leave; ``member`` is its index in ``parameters``."""
 
     def close(self) -> None:  # noqa: B027
         """Send all gradients that have not left yet. Do nothing if the round is closed."""
@@ -97,7 +108,16 @@ class GradientReducer(ABC):
         """
 
     def install(self) -> None:  # noqa: B027
-        """Replace the gradients by the reduced ones, unless this rank has joined. Every reducer has finished."""
+        """Replace the gradients by the reduced ones, unless this rank has joined. Nothing else changes.
+
+        Every reducer has finished.
+        """
+
+    def commit(self) -> None:  # noqa: B027
+        """Keep what outlives the round (residuals, velocities): the optimizer steps with the installed gradients."""
+
+    def undo(self) -> None:  # noqa: B027
+        """Drop what ``commit`` would keep, as if the round had not been: its step is left out."""
 
     def abandon(self) -> None:  # noqa: B027
         """End an open or closed round without a result. The gradients of this rank stay.
@@ -120,6 +140,11 @@ class GradientReducer(ABC):
 
     def end(self) -> None:  # noqa: B027
         """Give back threads and operations. No round is open."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all gradients have come in the present round that the rounds before had."""
+        return True
 
     @property
     def buckets_members(self) -> Sequence[Sequence[int]]:
@@ -168,6 +193,11 @@ class BucketReadiness:
                 complete.append(index)
         return complete
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether no bucket waits for a gradient."""
+        return not any(self._awaited)
+
     def close(self) -> None:
         """End the round: the next one waits for the gradients that this round and the one before it had."""
         for index, fired in enumerate(self._fired):
@@ -184,7 +214,7 @@ class Phase(enum.Enum):
     CLOSED = enum.auto()
     """All gradients are in flight, and were not waited for."""
     SYNCHRONISED = enum.auto()
-    """Gradients are reduced and installed; ``step()`` does not communicate."""
+    """Gradients are reduced and installed; ``step()`` does not communicate any more."""
 
 
 @final
@@ -213,6 +243,7 @@ class Round:
         #: Of the present round: how many reducers have finished, and the number of ranks with data that they found.
         self._num_finished, self._active_now = 0, world_size
         self._num_installed = 0  #: Likewise: how many reducers have installed their gradients.
+        self._again = False  #: Whether a round has ended since the last step.
         self._targets = [
             (reducer, member)
             for reducer in self.reducers
@@ -250,7 +281,7 @@ class Round:
                 self._use_order(self.order)
                 self.order = None
             for reducer in self.reducers:
-                reducer.begin(joined=joined)
+                reducer.begin(joined=joined, again=self._again)
             self._num_finished, self._active_now = 0, self._world_size
             self._num_installed = 0
             self.phase = Phase.OPEN
@@ -265,7 +296,7 @@ class Round:
             first += len(reducer.parameters) if reducer.hooked else 0
 
     def ready(self, index: int) -> None:
-        """Note that the gradient of a hooked parameter was accumulated."""
+        """Note that the gradient of a hooked parameter may leave."""
         reducer, member = self._targets[index]
         reducer.ready(member)
 
@@ -275,16 +306,17 @@ class Round:
             reducer.close()
         self.phase = Phase.CLOSED
 
-    def finish(self, guard: RoundGuard | None = None) -> None:
-        """Wait for a closed round, and install its gradients.
+    @property
+    def is_complete(self) -> bool:
+        """Whether all gradients have come that the rounds before had."""
+        return all(reducer.is_complete for reducer in self.reducers)
 
-        Args:
-            guard: Its ``before_gradients`` is called when this rank has the gradients of all ranks and nothing has
-                changed yet. Then reducers that change nothing but gradients install theirs, while what the guard has
-                begun goes on. If ``before_install`` raises an error, parameters and residuals are as before the round.
+    def finish(self) -> None:
+        """Wait for a closed round, and install its gradients.
 
         Raises:
             MissingTensorError: On every rank. The round has ended.
+            ConfigurationError: Some ranks have called ``backward()`` more often than others since the last step.
             DeadlineExceededError: A wait exceeded the group's ``timeout_s``. The call may be repeated.
         """
         try:
@@ -292,23 +324,26 @@ class Round:
                 self._active_now = self.reducers[self._num_finished].finish(self._active_now)
                 self._num_finished += 1
         except MissingTensorError:
-            self.phase = Phase.LOCAL
+            self.phase, self._again = Phase.LOCAL, True
             raise
         # Only now, so that after a time-out no gradient is installed and not all but some.
-        if guard is not None and not self._num_installed:
-            guard.before_gradients()
         while self._num_installed < len(self.reducers):
-            reducer = self.reducers[self._num_installed]
-            if guard is not None and not reducer.installs_gradients_only:
-                guard.before_install()
-                guard = None
-            reducer.install()
+            self.reducers[self._num_installed].install()
             self._num_installed += 1
-        if guard is not None:
-            guard.before_install()
         self.active = self._active_now
-        self.phase = Phase.SYNCHRONISED
+        self.phase, self._again = Phase.SYNCHRONISED, True
         self.restart_passes()
+
+    def commit(self) -> None:
+        """Keep what outlives the round: the optimizer steps with its gradients. May be repeated."""
+        for reducer in self.reducers:
+            reducer.commit()
+
+    def undo(self) -> None:
+        """Drop what outlives the round, if its step has not been taken: the step is left out."""
+        for reducer in self.reducers:
+            reducer.undo()
+        self.forget_result()
 
     def abandon(self) -> None:
         """End the round without a result. If none is open, open one first, because other ranks may have one."""
@@ -333,7 +368,7 @@ class Round:
 
     def end_step(self) -> None:
         """Note that the optimizer has stepped: the next gradients are those of another round."""
-        self.phase = Phase.LOCAL
+        self.phase, self._again = Phase.LOCAL, False
         self.restart_passes()
 
     def restart_passes(self) -> None:

@@ -32,8 +32,6 @@ class SparseReducer(GradientReducer):
     so that the next ``step()`` synchronises them.
     """
 
-    installs_gradients_only = True
-
     def __init__(
         self,
         group: Group,
@@ -51,7 +49,7 @@ class SparseReducer(GradientReducer):
         self._begun: dict[str, tuple[list[Work], list[torch.Tensor]]] = {}
         self._reduced: list[torch.Tensor | None] | None = None
 
-    def begin(self, *, joined: bool = False) -> None:
+    def begin(self, *, joined: bool = False, again: bool = False) -> None:  # noqa: ARG002
         """Open a round."""
         self._joined = joined
         self._local = []
@@ -168,7 +166,7 @@ class SparseResults(GradientReducer):
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.parameters = parameters
 
-    def begin(self, *, joined: bool = False) -> None:  # noqa: ARG002
+    def begin(self, *, joined: bool = False, again: bool = False) -> None:  # noqa: ARG002
         """Make the gradients of the last step dense again, if the program has not reset them."""
         for parameter in self.parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:

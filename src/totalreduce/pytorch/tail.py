@@ -42,7 +42,8 @@ class TailLayout:
         num_parameters: Number of parameters of the bucket.
         reports_absence: Whether there are *absent* flags.
         num_buckets: Number of *changed* flags: the number of buckets in the last bucket, 0 in the others.
-        num_ranks: Number of *joined* flags: the world size in the last bucket, 0 in the others.
+        num_ranks: Number of *joined* flags: the world size in the last bucket, 0 in the others. If there are any, the
+            flags *first* and *again* follow.
     """
 
     num_parameters: int
@@ -51,10 +52,10 @@ class TailLayout:
     num_ranks: int = 0
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """Numbers of *present*, *absent*, *changed* and *joined* flags, which lie in this order."""
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """Numbers of *present*, *absent*, *changed* and *joined* flags, and of *first* and *again*, in this order."""
         num_absent = self.num_parameters if self.reports_absence else 0
-        return self.num_parameters, num_absent, self.num_buckets, self.num_ranks
+        return self.num_parameters, num_absent, self.num_buckets, self.num_ranks, 2 if self.num_ranks else 0
 
     @property
     def num_elements(self) -> int:
@@ -68,10 +69,16 @@ class Tail:
 
     def __init__(self, memory: torch.Tensor, layout: TailLayout) -> None:
         self._memory, self._layout = memory, layout
-        self._present, self._absent, self._changed, self._joined = memory.split_with_sizes(layout.sizes)
+        self._present, self._absent, self._changed, self._joined, self._turn = memory.split_with_sizes(layout.sizes)
 
     def write(
-        self, missing: Sequence[int], changed: Collection[int] = (), *, rank: int = 0, joined: bool = False
+        self,
+        missing: Sequence[int],
+        changed: Collection[int] = (),
+        *,
+        rank: int = 0,
+        joined: bool = False,
+        again: bool = False,
     ) -> None:
         """Set this rank's flags.
 
@@ -80,6 +87,7 @@ class Tail:
             changed: Buckets whose gradients changed after they had left; only in the last bucket.
             rank: This rank.
             joined: This rank takes part without data. Its gradients are not expected, so none of them is absent.
+            again: This rank has finished a round since its last step.
         """
         # An index or a value from the host empties an accelerator's queue, so they are used only where necessary.
         self._memory.zero_()
@@ -90,8 +98,8 @@ class Tail:
                 self._absent[list(missing)] = 1
         if changed:
             self._changed[list(changed)] = 1
-        if joined and self._layout.num_ranks:
-            self._joined[rank].fill_(1)
+        if self._layout.num_ranks:
+            (self._joined[rank] if joined else self._turn[int(again)]).fill_(1)
 
     def present(self) -> list[bool]:
         """Return, after the reduction, for every parameter whether some rank had a gradient."""
@@ -113,3 +121,7 @@ class Tail:
     def joined(self) -> list[int]:
         """Return, after the reduction of the last bucket, the ranks that took part without data, in ascending order."""
         return self._joined.cpu().nonzero().flatten().tolist()
+
+    def are_in_different_rounds(self) -> bool:
+        """Whether, after the reduction of the last bucket, some rank is in its first round of a step, and some not."""
+        return bool((self._turn.cpu() != 0).all())

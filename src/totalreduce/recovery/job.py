@@ -436,12 +436,17 @@ class Job:
             self._optimizers.step_as_others()
 
     def _end_without_step(self) -> None:
-        """Vote at the end of a block without ``optimizer.step()``."""
-        if self._kind.label is None and any(each.grad is not None for each in self.state.model.parameters()):
+        """Vote at the end of a block without ``optimizer.step()``.
+
+        Gradients that are not finite are those of a step that a ``GradScaler`` has left out.
+        """
+        gradients = [each.grad for each in self.state.model.parameters() if each.grad is not None]
+        if self._kind.label is None and gradients and all(bool(each.isfinite().all()) for each in gradients):
             raise ConfigurationError(
                 "a block of job.step() has ended with gradients and without optimizer.step(): at the end of a block "
                 "all gradients are reset, so these would be lost. To accumulate gradients, call backward() several "
-                "times in one block, each time with a part of its batch"
+                "times in one block, each time with a part of its batch. To leave a step out, call "
+                "optimizer.zero_grad() on every rank"
             )
         self.group.operations.runner.refusal = ""
         self._optimizers.settle(None)
@@ -457,31 +462,30 @@ class Job:
         self._phase = _Phase.ALONE
 
     def _before_wait(self, name: str) -> None:
-        """End the rounds of the other optimizers, and send what has not to wait for the gradients of the other ranks.
+        """End the rounds of the other optimizers.
 
         ``DistributedOptimizer`` calls it when its gradients have left, or before the exchange of a strategy.
         """
         self._check_phase()
         self.group.operations.runner.refusal = ""
-        if self._assembly is not None:
-            self._own.begin()
         self._optimizers.settle(name)
 
     def _check_phase(self) -> None:
         """Raise ``ConfigurationError`` unless an optimizer may step now."""
         if self._phase is _Phase.OUTSIDE:
             raise ConfigurationError(
-                "optimizer.step() was called outside of a block: write `with job.step():` around it"
+                "backward() or optimizer.step() was called outside of a block: write `with job.step():` around both"
             )
         if self._phase is not _Phase.BEFORE_VOTE:
             raise ConfigurationError(
-                "two optimizers were stepped in one block of job.step(), or one twice: each has its block (job.parts)"
+                "two optimizers were stepped in one block of job.step(), or one twice, or backward() was called after "
+                "optimizer.step(): each step has its block (job.parts)"
             )
 
     def _begin_vote(self) -> None:
         """Tell the other ranks that this one can finish the block. Until ``_end_vote``, what changes can be undone.
 
-        ``DistributedOptimizer`` calls it when this rank has the gradients of all ranks.
+        ``DistributedOptimizer`` calls it in ``step()``, when this rank has the gradients of all ranks.
 
         Raises:
             PeerLost: A rank was lost before this one had come to the vote.
@@ -516,9 +520,9 @@ class Job:
             self._agreed = Wish(self._own.vote.end())
         self._phase = _Phase.AFTER_VOTE
         group.operations.runner.refusal = (
-            "collectives are not possible after optimizer.step() or optimizer.synchronize() in a block of job.step(), "
-            "which each rank finishes by itself: move this one before it, or into a block of its own (`for _ in "
-            "job.once(label):`). That goes for a second optimizer.step(), too: each optimizer has its block (job.parts)"
+            "collectives are not possible after optimizer.step() in a block of job.step(), which each rank finishes by "
+            "itself: move this one before it, or into a block of its own (`for _ in job.once(label):`). So does a "
+            "second optimizer.step(): each optimizer has its block (job.parts)"
         )
 
     def _commit(self) -> None:

@@ -31,10 +31,11 @@ class _Guard:
     """What an optimizer calls in each round (``RoundGuard``)."""
 
     name: str
+    waits_in_backward: bool
     step_alone: Callable[[], None]
     wait: Callable[[str], None]
-    before_gradients: Callable[[], None]
-    before_install: Callable[[], None]
+    before_step: Callable[[], None]
+    before_commit: Callable[[], None]
 
     def before_wait(self) -> None:
         self.wait(self.name)
@@ -130,20 +131,25 @@ class Optimizers:
         return {name: steps_of(each) for name, each in self._all.items() if each.strategy is not None}
 
     def undo(self) -> None:
-        """Undo the step of a strategy in a block that does not take effect."""
-        for each in self.strategies.values():
+        """Undo the steps of a block that does not take effect."""
+        for each in self._all.values():
             each.undo()
 
     def guard(
         self,
         step_alone: Callable[[], None],
         before_wait: Callable[[str], None],
-        before_gradients: Callable[[], None],
-        before_install: Callable[[], None],
+        before_step: Callable[[], None],
+        before_commit: Callable[[], None],
     ) -> None:
-        """Have every optimizer call these functions in its steps; ``before_wait`` is called with its name."""
+        """Have every optimizer call these functions in its steps; ``before_wait`` is called with its name.
+
+        With several optimizers no round ends in backward: one may be open whose optimizer the block does not step, and
+        not on all ranks.
+        """
+        is_alone = len(self._all) == 1
         for name, each in self._all.items():
-            each.guard = _Guard(name, step_alone, before_wait, before_gradients, before_install)
+            each.guard = _Guard(name, is_alone, step_alone, before_wait, before_step, before_commit)
 
     def release(self) -> None:
         """Have the optimizers call nothing any more."""

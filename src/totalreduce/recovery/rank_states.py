@@ -60,11 +60,6 @@ class RankStates:
         #: Keeps the state in the present block, if its step is synchronous; otherwise the block's vote makes a point.
         self._keeper: OwnState | None = None
 
-    def begin(self) -> None:
-        """Send what may be sent while gradients are exchanged. Collective, before ``send``; may be left out."""
-        if self._equal is not None and self._optimizers.are_synchronous:
-            self._equal.begin()
-
     def send(self, decision: Decision) -> None:
         """Send the state, as it is after this block, to other ranks, and have theirs. Collective, before the vote.
 

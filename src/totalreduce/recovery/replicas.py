@@ -5,7 +5,7 @@ sparse sessions and the running statistics of a model's buffers are not: with th
 sends them to the next ranks before each vote. A copy counts when the vote has passed: then it is what the rank goes on
 with, and until then the copy of the version before counts. (Rabit keeps the local models of its ranks so, in a ring.)
 
-Small buffers go to all ranks, by an allgather that overlaps with the exchange of gradients.
+Small buffers go to all ranks, by an allgather.
 
 A buffer that a block changes after the vote, such as a moving average of the parameters, is *late*: its copy is as it
 was before. No message can follow then, because each rank finishes the block by itself. So a new rank gets late buffers
@@ -252,14 +252,6 @@ class OwnState:
     def _exists(self) -> bool:
         """Whether ranks have residuals or buffers, which differ from rank to rank. Equal on all ranks."""
         return self._optimizers.compresses or next(self._state.model.buffers(), None) is not None
-
-    def begin(self) -> None:
-        """Send what may be sent while gradients are exchanged. Collective, before ``send``; may be left out.
-
-        May be repeated if a later call of the block has run out of time.
-        """
-        if self._rows is not None and not self.vote.is_in_flight:
-            self._rows.start()
 
     def send(self, decision: Decision) -> None:
         """Send the state, as it is after this block, to other ranks, and have theirs. Collective, before the vote.
