@@ -79,6 +79,22 @@ class ParameterSpec:
             device=parameter.device.type,
         )
 
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """The rows and columns of the matrix that the parameter is in the order of its memory.
+
+        It is the matrix of the first dimension against all others, or its transpose if the first dimension is the
+        innermost one of the memory, as in weights from ``torch.from_numpy(array.T)``; the others may be in any order.
+        If the first dimension lies between others in the memory, the outermost one takes its place.
+        """
+        inward = sorted(range(len(self.shape)), key=lambda dim: (-self.stride[dim], self.shape[dim] == 1))
+        outermost = next((dim for dim in inward if self.shape[dim] > 1), 0)
+        innermost = next((dim for dim in reversed(inward) if self.shape[dim] > 1), 0)
+        rows = self.shape[outermost] if self.shape else 1
+        if innermost == 0 != outermost:
+            return self.num_elements // self.shape[0], self.shape[0]
+        return rows, self.num_elements // max(1, rows)
+
     def describe(self) -> dict[str, object]:
         """Return the description as JSON values, for the comparison between ranks."""
         document: dict[str, object] = {

@@ -35,11 +35,12 @@ _ELEMENTS_END = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """The place of a parameter's gradient in its bucket."""
+    """The place of a parameter's gradient in its bucket, and the matrix that it is there."""
 
     parameter: torch.nn.Parameter
     begin: int
     end: int
+    matrix: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,9 @@ class BucketLayout:
         for parameter in parameters:
             begin, end = end, end + parameter.numel()
             spec = ParameterSpec.of("of a bucket", (), parameter, any_device=True)
-            (compressed if feedback.compresses(spec.shape) else dense).append(_Stretch(parameter, begin, end))
+            (compressed if feedback.compresses(spec.shape) else dense).append(
+                _Stretch(parameter, begin, end, spec.matrix)
+            )
         if end >= _ELEMENTS_END:
             raise UnsupportedError(f"ddp_hook: a bucket of {end} elements; there can be {_ELEMENTS_END - 1}")
         return cls(tuple(compressed), tuple(dense))
@@ -75,7 +78,7 @@ class BucketLayout:
     @property
     def shape(self) -> BucketShape:
         """The shape of the compressed part."""
-        return BucketShape(tuple(tuple(stretch.parameter.shape) for stretch in self.compressed))
+        return BucketShape(tuple(stretch.matrix for stretch in self.compressed))
 
 
 @final

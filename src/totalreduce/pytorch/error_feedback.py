@@ -144,13 +144,13 @@ class CompressedPlan:
         yield from zip(self.parameters, self.specs, strict=True)
 
     def shapes(self) -> list[BucketShape]:
-        """Return the shapes of the buckets; a part of a parameter is one-dimensional."""
+        """Return the shapes of the buckets: of whole parameters their matrices; a part is one-dimensional."""
         return [BucketShape(tuple(self._shape(part) for part in bucket)) for bucket in self.buckets]
 
     def _shape(self, part: Part) -> tuple[int, ...]:
         spec = self.specs[part.member]
         whole = part.end - part.begin == spec.num_elements
-        return spec.shape if whole else (part.end - part.begin,)
+        return spec.matrix if whole and len(spec.shape) >= 2 else (part.end - part.begin,)
 
 
 def plan_parts(specs: Sequence[ParameterSpec], bucket_elements: int, *, whole: bool) -> tuple[tuple[Part, ...], ...]:

@@ -23,7 +23,9 @@ class BucketShape:
     """The shapes of a bucket's segments; equal on all ranks.
 
     Attributes:
-        shapes: The shape of each segment. A segment that is a part of a parameter is one-dimensional.
+        shapes: The shape of each segment, whose elements lie in this order: rows and columns of a matrix, or the number
+            of elements of a vector or a part of a parameter. A parameter whose memory has another order of dimensions
+            than its shape is the matrix that its memory is (``ParameterSpec.matrix``).
     """
 
     shapes: tuple[tuple[int, ...], ...]
