@@ -188,7 +188,7 @@ def test_an_optimizer_does_not_meet_what_a_closed_one_of_its_name_has_sent(sync:
 
     def body(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
         model = Net(torch.float32)
-        first = wrap(model, group, sync=sync, overlap="step")
+        first = wrap(model, group, sync=sync, overlap="step", feedback=ErrorFeedback(elements_min=0))
         if group.rank == 0:
             loss_of(model, shard(batches(2, dtype=torch.float32)[1], group)).backward()
         first.close()
@@ -214,11 +214,11 @@ def test_an_optimizer_whose_comparison_ran_out_of_time_counts_on_every_rank() ->
         model = Net()
         if group.rank == 0:
             with pytest.raises(DeadlineExceededError), impatient(group):
-                wrap(model, group)
+                wrap(model, group, initial=None)
             late.set()
         else:
             assert late.wait(20)
-            wrap(model, group).close()
+            wrap(model, group, initial=None).close()
         optimizer = wrap(model, group)
         return step_once(model, optimizer, group)
 

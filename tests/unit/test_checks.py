@@ -15,6 +15,8 @@ from totalreduce.testing import run_ranks
 from totalreduce.testing.ranks import make_groups
 
 PLAN = PlanSettings(
+    initial="broadcast",
+    buffers="broadcast",
     optimizer="o",
     op=tr.ReduceOp.AVG,
     bucket_bytes=1,

@@ -22,6 +22,8 @@ class Counted(torch.nn.Parameter):
 
 def plan_of(parameters: list[torch.nn.Parameter], sync: Method | None) -> GradientPlan:
     settings = PlanSettings(
+        initial="broadcast",
+        buffers="broadcast",
         optimizer="SGD",
         op=ReduceOp.AVG,
         bucket_bytes=4096,

@@ -174,7 +174,10 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         gradient_predivide_factor=checked_factor("gradient_predivide_factor", gradient_predivide_factor),
         backward_passes_per_step=_checked_passes(backward_passes_per_step),
         sparse="dense" if sparse_as_dense else "gather",
-        overlap="step",  # as with Horovod, gradients are this rank's own until synchronize() or step()
+        # As with Horovod: gradients are this rank's own until synchronize() or step(), and programs broadcast values.
+        overlap="step",
+        initial=None,
+        buffers=None,
         name=name,
     )
     if process_set.included():

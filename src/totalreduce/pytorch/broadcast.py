@@ -20,7 +20,14 @@ from totalreduce.pytorch.wrapper import OptimizerWrapper
 from totalreduce.tensors.dtypes import problem_of_layout
 from totalreduce.tensors.work import Work
 
-__all__ = ["broadcast_optimizer_state", "broadcast_parameters", "broadcast_tensors", "room_of", "slots_of"]
+__all__ = [
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "broadcast_tensors",
+    "problem_of_tensor",
+    "room_of",
+    "slots_of",
+]
 
 #: Bytes of one piece: large enough to hide the latency, and small enough to need little memory.
 _PIECE_BYTES = 16 * 1024 * 1024
@@ -102,14 +109,22 @@ def _named_tensors(model: torch.nn.Module | Mapping[str, Any]) -> dict[str, torc
             raise ConfigurationError(f"{name!r} is a {type(tensor).__name__}, not a tensor. Leave it out.")
         if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
             raise ConfigurationError(f"{name!r} is not initialised yet: run a forward pass.")
-        problem = problem_of_layout(tensor)
-        if problem is None and tensor.is_meta:
-            problem = "is on meta and has no values; use .to_empty(device='cpu') first"
-        if problem is None and any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
-            problem = "is expanded: several elements share memory. Use .contiguous()"
+        problem = problem_of_tensor(tensor)
         if problem is not None:
             raise UnsupportedError(f"tensor {name!r} {problem}")
     return named
+
+
+def problem_of_tensor(tensor: torch.Tensor) -> str | None:
+    """Say why values cannot be read from a tensor and written to it, and what to do; ``None`` if they can."""
+    if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+        return "is not initialised yet: run a forward pass"
+    problem = problem_of_layout(tensor)
+    if problem is None and tensor.is_meta:
+        problem = "is on meta and has no values; use .to_empty(device='cpu') first"
+    if problem is None and any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
+        problem = "is expanded: several elements share memory. Use .contiguous()"
+    return problem
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ import torch
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
+from totalreduce.pytorch.buckets import ParameterSpec
 from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback, Residuals, shaped, states_for
 from totalreduce.pytorch.planning import PlanSettings
 from totalreduce.sparse.session import Method
@@ -59,6 +60,24 @@ class Compression:
                 "residuals have not changed. DistributedOptimizer.skipped_steps counts such steps.",
             )
 
+    def warn_of_nothing(self, plan: CompressedPlan, specs: Sequence[ParameterSpec]) -> None:
+        """Warn once if the method compresses nothing: ``specs`` are the parameters that are not in its plan."""
+        settings = self._settings
+        if settings.sync is None or plan.parameters or self.choices or not specs:
+            return
+        matrices = [spec for spec in specs if len(spec.shape) >= 2]
+        largest = max(matrices, key=lambda spec: spec.num_elements, default=None)
+        said = "none has two dimensions"
+        if largest is not None:
+            said = f"the largest one of two dimensions or more, {largest.name!r}, has {largest.num_elements} elements"
+        self._warn(
+            "nothing",
+            f"sync={settings.sync.name!r} compresses no gradient of this model: all {len(specs)} parameters are below "
+            f"the limit of {settings.feedback.elements_min} elements ({said}), so all gradients are sent as they are. "
+            "To compress smaller ones, write DistributedOptimizer(..., feedback=tr.ErrorFeedback(elements_min=...))",
+            stacklevel=5,
+        )
+
     def warn_of_changes(self) -> None:
         """Warn once if the program has changed what the method has selected; a ``GradScaler`` does so once a step."""
         if self.reducer is None:
@@ -74,10 +93,10 @@ class Compression:
                 "clip_grad_norm_",
             )
 
-    def _warn(self, kind: str, text: str) -> None:
+    def _warn(self, kind: str, text: str, *, stacklevel: int = 4) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
+            warnings.warn(text, RuntimeWarning, stacklevel=stacklevel)
 
     def choose(self, plan: CompressedPlan) -> Collection[str]:
         """Measure, with ``tr.Auto``, which buckets are worth compressing; return the other buckets' parameters.

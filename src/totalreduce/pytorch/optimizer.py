@@ -10,6 +10,7 @@ ranks, unless the updates are deferred. ``replan()`` and ``add_param_group()`` a
 * ``reducer.Reducer``: dense gradients, in buckets;
 * ``sparse_gradients.SparseReducer``: the rows of sparse gradients;
 * ``compressed.CompressedReducer``: gradients that the sparse method (argument ``sync``) compresses;
+* ``buffers.BufferReducer``: no gradients, but the model's buffers;
 * ``sparse_gradients.SparseResults``: no communication. It converts reduced gradients for ``SparseAdam``.
 
 ``planning`` decides which reducer has which parameters, and the ranks compare their plans. Every plan has reducers of
@@ -36,6 +37,7 @@ import torch
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, PlanMismatchError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
+from totalreduce.pytorch.buffers import BufferMode, BufferReducer
 from totalreduce.pytorch.compression import Compression, refuse_unfit
 from totalreduce.pytorch.deferred import DeferredUpdates
 from totalreduce.pytorch.error_feedback import ErrorFeedback
@@ -48,6 +50,7 @@ from totalreduce.pytorch.hooks import (
     in_nested_backward,
     when_backward_ends,
 )
+from totalreduce.pytorch.initial import Initial, begin_alike
 from totalreduce.pytorch.joining import ClosureLoss, ComparingPlans, EndingPlan, Joining, Unfinished
 from totalreduce.pytorch.order import ForwardOrder
 from totalreduce.pytorch.planning import ParameterSource, PlanSettings, agree_on_plan
@@ -208,6 +211,14 @@ class DistributedOptimizer(OptimizerWrapper):
         feedback: Settings of the residuals, in which a sparse method keeps the elements that it did not send.
         grad_scaler: The ``GradScaler`` in use, if any. Gradients are divided by its loss scale before they are added to
             the residuals.
+        initial: What happens if ranks begin with other parameters, buffers, or states of the torch optimizer than rank
+            0. ``"broadcast"``: they get those of rank 0, as with DistributedDataParallel. ``"check"``: every rank
+            raises ``PlanMismatchError``. ``None``: nothing is compared; but strategies that need equal parameters raise
+            ``ConfigurationError``.
+        buffers: How the model's buffers (running statistics, for example) stay equal on all ranks; they travel with the
+            gradients of each step. ``"broadcast"``: they are those of the lowest rank with data, as with
+            DistributedDataParallel. ``"average"``: floating-point buffers are averaged. ``None``: each rank keeps its
+            own, as in steps in which a strategy exchanges no gradients, and without ``model``.
         name: Prefix of the operations' names. Optimizers that are in use at the same time have different names. If a
             name is used again in a group, the n-th optimizer gets the prefix ``name (n)``. So all ranks construct the
             same number of optimizers with each name, in the same order. Calls that raise an error count, too.
@@ -246,6 +257,8 @@ class DistributedOptimizer(OptimizerWrapper):
         sync: Method | Strategy | None = None,
         feedback: ErrorFeedback | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
+        initial: Initial | None = "broadcast",
+        buffers: BufferMode | None = "broadcast",
         name: str = "model",
     ) -> None:
         # An earlier optimizer of this name may have been closed while only some ranks had submitted an operation. The
@@ -260,6 +273,8 @@ class DistributedOptimizer(OptimizerWrapper):
         if model is not None and named_parameters is not None:
             raise ConfigurationError("pass either model or named_parameters, not both: the model has names already")
         super().__init__(optimizer)
+        self._source = ParameterSource(optimizer, model, None if named_parameters is None else tuple(named_parameters))
+        self._source.refuse_wrapped()
         feedback = feedback or ErrorFeedback()
         strategy = sync if isinstance(sync, Strategy) else None
         method = None if isinstance(sync, Strategy) else sync
@@ -283,11 +298,12 @@ class DistributedOptimizer(OptimizerWrapper):
             sync=method,
             strategy=strategy,
             feedback=feedback,
+            initial=initial,
+            buffers=buffers,
         )
         self._group, self._name, self._given_name = group, own_name, name
         #: What else happens in every round.
         self.guard: RoundGuard | None = None
-        self._source = ParameterSource(optimizer, model, None if named_parameters is None else tuple(named_parameters))
         self._compressed = Compression(group, self._name, self._settings, grad_scaler)
         self._hooks = HookHandles()
         #: The steps of the strategy, if there is one.
@@ -306,7 +322,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self.skipped_steps = 0
         # A group that is not formed yet: what forms it calls ``form_again``, unless it is the strategy itself.
         if group.formation is None or not group.operations.runner.refusal or self._plans_alone:
-            self._plan_gradients()
+            self._plan_gradients(begins=not self._plans_alone)
 
     # -------------------- planning
 
@@ -444,8 +460,11 @@ class DistributedOptimizer(OptimizerWrapper):
         self._round.end()
         self._group.meter.sources.pop(self._name, None)
 
-    def _plan_gradients(self) -> None:
-        """Agree with the other ranks on a plan, and make its reducers and hooks. Collective."""
+    def _plan_gradients(self, *, begins: bool = False) -> None:
+        """Agree with the other ranks on a plan, and make its reducers and hooks. Collective.
+
+        ``begins``: the ranks compare what they begin with, as the settings say.
+        """
         group, name, source, settings = self._group, self._name, self._source, self._settings
         try:
             plan = agree_on_plan(group, name, source, settings, compares=not self._plans_alone)
@@ -456,6 +475,9 @@ class DistributedOptimizer(OptimizerWrapper):
             self._unfinished = ComparingPlans()
             raise
         self._plan = plan
+        if begins and settings.initial is not None:
+            begin_alike(source.tensors(), self._inner, group, name, settings.initial)
+        self._compressed.warn_of_nothing(plan.compressed, plan.specs)
         if settings.strategy is not None:
             trained = (*plan.parameters, *plan.sparse.values())
             if self._local is None:
@@ -482,6 +504,7 @@ class DistributedOptimizer(OptimizerWrapper):
             arithmetic=arithmetic,
             forbid_missing=settings.on_missing == "error",
         )
+        self._buffers = self._buffer_reducer()
         self._round = Round(self._make_reducers(), group.world_size)
         hooked = self._round.hooked
         model = torch.nn.Module() if source.model is None else source.model
@@ -494,6 +517,8 @@ class DistributedOptimizer(OptimizerWrapper):
         by_buckets = not plan.sparse and not isinstance(self._inner, torch.optim.LBFGS | torch.optim.SparseAdam)
         if settings.overlap == "iterations" and settings.on_missing == "zero" and by_buckets:
             self._deferred.watch(model)
+            if self._buffers is not None:
+                self._hooks.before_forward((model,), WeakHook(self._settle_buffers))
         else:
             order.watch()
         gathered = set(plan.sparse.values())
@@ -510,6 +535,14 @@ class DistributedOptimizer(OptimizerWrapper):
         is_unformed = self._group.formation is not None and bool(self._group.operations.runner.refusal)
         return is_unformed and isinstance(self._settings.strategy, SteppingStrategy)
 
+    def _buffer_reducer(self) -> BufferReducer | None:
+        """Return the reducer of the model's buffers, if it has any that are to be equal on all ranks."""
+        model, mode = self._source.model, self._settings.buffers
+        if model is None or mode is None or self._group.world_size == 1:
+            return None
+        made = BufferReducer(model, self._group, self._name, mode, lambda: min(self._dense.active_ranks, default=0))
+        return made if made.exists else None
+
     def _make_reducers(self) -> list[GradientReducer]:
         """List the reducers, in the order in which they finish. A new kind of reducer is added here."""
         plan, compressed = self._plan, self._compressed.use(self._plan.compressed)
@@ -520,6 +553,8 @@ class DistributedOptimizer(OptimizerWrapper):
         ]
         if compressed is not None:
             reducers.append(compressed)
+        if self._buffers is not None:
+            reducers.append(self._buffers)
         if isinstance(self._inner, torch.optim.SparseAdam):  # it refuses dense gradients
             reducers.append(SparseResults((*plan.parameters, *plan.compressed.parameters)))
         return reducers
@@ -831,6 +866,12 @@ class DistributedOptimizer(OptimizerWrapper):
         """
         if self._planned:
             self._deferred.flush()
+            self._settle_buffers()
+
+    def _settle_buffers(self, *_: object) -> None:
+        """Set the buffers of a step whose updates were deferred."""
+        if self._buffers is not None and not self._round.in_flight:
+            self._buffers.settle()
 
     def join(self) -> int:
         """Announce that this rank has no more data, and take part in rounds until all ranks have joined. Collective.

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from totalreduce.foundation import checks
@@ -16,8 +17,10 @@ from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.agreement import agree_or_refuse
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.buckets import BucketSpec, ParameterSpec, plan_buckets
+from totalreduce.pytorch.buffers import BufferMode
 from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback
 from totalreduce.pytorch.hooks import has_weak_hook
+from totalreduce.pytorch.initial import Initial
 from totalreduce.pytorch.stepping import SteppingStrategy
 from totalreduce.sparse.session import Method
 from totalreduce.strategies.strategy import Strategy
@@ -49,6 +52,8 @@ class PlanSettings:
     sync: Method | None
     strategy: Strategy | None
     feedback: ErrorFeedback
+    initial: Initial | None
+    buffers: BufferMode | None
 
     def divisor(self, active: int, world_size: int) -> int:
         """Return the number by which sums are divided where ``active`` of ``world_size`` ranks have data."""
@@ -98,6 +103,10 @@ class PlanSettings:
         if isinstance(self.strategy, SteppingStrategy) and self.op is not ReduceOp.AVG:
             raise ConfigurationError(f"sync={self.strategy.name!r} takes the average of all ranks, and not op=SUM")
         checks.one_of("join_divisor", self.join_divisor, ("world", "active"))
+        if self.initial is not None:
+            checks.one_of("initial", self.initial, ("broadcast", "check"))
+        if self.buffers is not None:
+            checks.one_of("buffers", self.buffers, ("broadcast", "average"))
 
     def document(self) -> dict[str, object]:
         """Return the settings as JSON values."""
@@ -156,6 +165,31 @@ class ParameterSource:
         for name, parameter in pairs:
             names.setdefault(parameter, []).append(name)
         return names
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return what all ranks are to begin with: parameters, and of a model its buffers, too, by name."""
+        found: dict[str, torch.Tensor] = {names[0]: parameter for parameter, names in self.names().items()}
+        return found if self.model is None else found | dict(self.model.named_buffers())
+
+    def refuse_wrapped(self) -> None:
+        """Refuse a model whose gradients are synchronised by another part of torch.
+
+        Raises:
+            ConfigurationError: It is wrapped in DistributedDataParallel, or sharded.
+        """
+        modules = () if self.model is None else self.model.modules()
+        parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
+        if any(isinstance(module, DistributedDataParallel) for module in modules):
+            raise ConfigurationError(
+                "the model is wrapped in DistributedDataParallel, which sends the gradients already: pass the module "
+                "in it (model.module), and call that module in the loop. Or leave DistributedOptimizer out, and write "
+                "torch.distributed.init_process_group('totalreduce') before DistributedDataParallel"
+            )
+        if any(type(each).__name__ in ("DTensor", "FlatParameter") for each in parameters):
+            raise ConfigurationError(
+                "the model is sharded (FSDP, or tensor parallelism), and sends its gradients itself: leave "
+                "DistributedOptimizer out, and write torch.distributed.init_process_group('totalreduce')"
+            )
 
     def sparse(self) -> Collection[torch.Tensor]:
         """Return the parameters whose gradients will be sparse, as far as modules and the optimizer tell."""
