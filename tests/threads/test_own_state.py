@@ -44,6 +44,8 @@ class Process:
                 group=group,
                 name=name,
                 overlap="step",
+                buffers=None,
+                initial=None,
             )
             for name in names
         }

@@ -104,13 +104,15 @@ class CompressedReducer(GradientReducer):
         send_dense: Whether the next round sends everything.
     """
 
+    readiness: BucketReadiness
+
     def __init__(
         self, plan: CompressedPlan, rounds: SparseRounds, residuals: Residuals, settings: CompressedSettings
     ) -> None:
         self._plan, self.rounds, self.parameters = plan, rounds, plan.parameters
         self._residuals, self._settings = residuals, settings
         self._correction = MomentumCorrection(residuals, settings.feedback.momentum)
-        self._readiness = BucketReadiness(self.buckets_members)
+        self.readiness = BucketReadiness(self.buckets_members)
         self._priorities = list(range(len(plan.buckets)))[::-1]
         self._streams = SideStreams()
         self._state = _RoundState(closed=True)
@@ -127,11 +129,6 @@ class CompressedReducer(GradientReducer):
         for index, priority in priorities.items():
             self._priorities[index] = priority
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether no bucket waits for a gradient that it had in the rounds before."""
-        return self._readiness.is_complete
-
     def begin(self, *, joined: bool = False, again: bool = False) -> None:  # noqa: ARG002
         """Open a round."""
         if self._state.ended:
@@ -140,11 +137,11 @@ class CompressedReducer(GradientReducer):
         self.send_dense = self.skipped = False
         self._round += 1
         self._correction.discard()
-        self._readiness.begin()
+        self.readiness.begin()
 
     def ready(self, member: int) -> None:
         """Send the buckets of the parameter that wait for no other gradient."""
-        for index in self._readiness.fired(member):
+        for index in self.readiness.fired(member):
             if index not in self._state.left and self._settings.feedback.clip_norm is None:
                 self._send(index, 1.0)
 
@@ -155,7 +152,7 @@ class CompressedReducer(GradientReducer):
             return
         state.closed = True
         if not state.joined:
-            self._readiness.close()
+            self.readiness.close()
         clip = 1.0
         if feedback.clip_norm is not None:
             for member in range(len(self.parameters)):
@@ -253,7 +250,7 @@ class CompressedReducer(GradientReducer):
         state = self._state
         self.send_dense = state.dense
         if not state.closed:
-            self._readiness.close()
+            self.readiness.close()
         state.joined = state.closed = True
         for index in range(len(self._plan.buckets)):
             if index not in state.left:

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import functools
 import json
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal
@@ -310,7 +309,6 @@ class DistributedOptimizer(OptimizerWrapper):
         self._local: StrategySteps | None = None
         self._no_sync_depth = 0
         self._pass = -1  #: The backward pass at whose end the round is to be closed.
-        self._has_warned = False  #: Whether it was said that gradients in flight have changed.
         self._planned = self._closed = False
         self._round = Round([], group.world_size)  #: Until there is a plan, a round without reducers.
         #: The call that a time-out interrupted, if any. ``Joining``: ``join()`` is running or was interrupted.
@@ -504,7 +502,12 @@ class DistributedOptimizer(OptimizerWrapper):
             arithmetic=arithmetic,
             forbid_missing=settings.on_missing == "error",
         )
-        self._buffers = self._buffer_reducer()
+        dense, self._buffers = self._dense, None
+        if source.model is not None and settings.buffers is not None and group.world_size > 1:
+            made = BufferReducer(
+                source.model, group, name, settings.buffers, lambda: min(dense.active_ranks, default=0)
+            )
+            self._buffers = made if made.exists else None
         self._round = Round(self._make_reducers(), group.world_size)
         hooked = self._round.hooked
         model = torch.nn.Module() if source.model is None else source.model
@@ -534,14 +537,6 @@ class DistributedOptimizer(OptimizerWrapper):
 
         is_unformed = self._group.formation is not None and bool(self._group.operations.runner.refusal)
         return is_unformed and isinstance(self._settings.strategy, SteppingStrategy)
-
-    def _buffer_reducer(self) -> BufferReducer | None:
-        """Return the reducer of the model's buffers, if it has any that are to be equal on all ranks."""
-        model, mode = self._source.model, self._settings.buffers
-        if model is None or mode is None or self._group.world_size == 1:
-            return None
-        made = BufferReducer(model, self._group, self._name, mode, lambda: min(self._dense.active_ranks, default=0))
-        return made if made.exists else None
 
     def _make_reducers(self) -> list[GradientReducer]:
         """List the reducers, in the order in which they finish. A new kind of reducer is added here."""
@@ -597,7 +592,7 @@ class DistributedOptimizer(OptimizerWrapper):
                 "The other ranks apply them unchanged, so this DistributedOptimizer is closed. Load a checkpoint"
             )
         if round_.phase is Phase.SYNCHRONISED:
-            self._check_adds_up()
+            self._settings.check_adds_up(round_.active, self._group.world_size)
         if self._pass != backward_pass():
             self._pass = backward_pass()
             when_backward_ends(WeakHook(self._after_backward))
@@ -611,15 +606,6 @@ class DistributedOptimizer(OptimizerWrapper):
         if round_.phase is not Phase.OPEN:
             round_.open()
         round_.ready(index)
-
-    def _check_adds_up(self) -> None:
-        """Refuse to add gradients to reduced ones if reducing the sum would change these."""
-        if not self._settings.adds_up(self._round.active, self._group.world_size):
-            raise ConfigurationError(
-                "this backward pass adds gradients to those that synchronize() has reduced already, and reducing them "
-                f"again with op={self._settings.op.name} and join_divisor={self._settings.join_divisor!r} would change "
-                "these: call step() or zero_grad() first"
-            )
 
     @property
     def _waits_in_backward(self) -> bool:
@@ -644,7 +630,7 @@ class DistributedOptimizer(OptimizerWrapper):
             self._close_round()
             when_backward_ends(WeakHook(self._synchronize))
         elif not is_nested:
-            self._dense.note_gradients()
+            self._dense.watch.note()
 
     def synchronize(self) -> None:
         """Wait for the gradients of all ranks and install them as ``parameter.grad``. Collective.
@@ -687,21 +673,8 @@ class DistributedOptimizer(OptimizerWrapper):
         if not self._round.in_flight:
             self._round.open()
         if not in_backward():
-            self._warn_of_changes()
+            self._dense.watch.warn()
         self._round.close()
-
-    def _warn_of_changes(self) -> None:
-        """Warn once if the program has changed gradients that are still this rank's own, as clipping does."""
-        name = None if self._has_warned else self._dense.changed_by_program()
-        if name is not None:
-            self._has_warned = True
-            warnings.warn(
-                f"the gradient of {name!r} was changed between backward() and step(), while it was still this rank's "
-                "own: the change is averaged over the ranks, and a norm was this rank's. To change (clip, unscale) the "
-                "gradients of all ranks, as with DistributedDataParallel, call optimizer.synchronize() first",
-                RuntimeWarning,
-                stacklevel=4,
-            )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters with the gradients of all ranks. Collective.
@@ -746,25 +719,21 @@ class DistributedOptimizer(OptimizerWrapper):
             self._deferred.begin(self.flush)
         else:
             self._synchronize()
-            self._agree_on_step()
+            if self.guard is not None:
+                self.guard.before_step()
+                self.guard.before_commit()
+            self._compressed.warn_of_changes()
+            self._round.commit()
             if not self._round.skipped:
                 result = self._inner.step()
         if self._round.skipped:
             self._compressed.warn_of_skip()
-        self._round.commit()
+        self._round.commit()  # of a closure's round
         self._round.end_step()
         if self._local is not None:
             self._local.stepped()
         self._count_step()
         return result
-
-    def _agree_on_step(self) -> None:
-        """Return when it is certain that this rank takes the step; keep what outlives the round."""
-        if self.guard is not None:
-            self.guard.before_step()
-            self.guard.before_commit()
-        self._compressed.warn_of_changes()
-        self._round.commit()
 
     def _count_step(self) -> None:
         """Have the meter count the step that has ended, with the waits of which the engine does not know."""
@@ -956,7 +925,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self._round.undo()
         self._round.restart_passes()
         if self._planned:
-            self._dense.forget_gradients()
+            self._dense.watch.forget()
 
     def close(self) -> None:
         """Apply deferred updates and remove every hook; the torch optimizer may then be used on its own.

@@ -68,6 +68,19 @@ class PlanSettings:
         """
         return self.op is ReduceOp.AVG and self.divisor(active, world_size) == active
 
+    def check_adds_up(self, active: int, world_size: int) -> None:
+        """Refuse a backward pass whose gradients are added to reduced ones, unless the sum may be reduced.
+
+        Raises:
+            ConfigurationError: Reducing the sum would change the gradients that are reduced already.
+        """
+        if not self.adds_up(active, world_size):
+            raise ConfigurationError(
+                "this backward pass adds gradients to those that synchronize() has reduced already, and reducing them "
+                f"again with op={self.op.name} and join_divisor={self.join_divisor!r} would change these: call step() "
+                "or zero_grad() first"
+            )
+
     def repeatable(self, active: int, world_size: int) -> bool:
         """Whether gradients that ``active`` of ``world_size`` ranks have reduced stay what they are if reduced again.
 

@@ -15,9 +15,11 @@ gradients backward makes last. So holding it back usually costs no time, and the
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import final
 
 import torch
 
@@ -30,7 +32,7 @@ from totalreduce.pytorch.round import BucketReadiness, GradientReducer
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.work import Work
 
-__all__ = ["Arithmetic", "Reducer"]
+__all__ = ["Arithmetic", "ChangeWatch", "Reducer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +94,61 @@ class Arithmetic:
         return self.rest
 
 
+@final
+class ChangeWatch:
+    """Notices that the program changes gradients while they are still this rank's own.
+
+    Args:
+        parameters: The parameters.
+        names: Their names.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
+        self._parameters, self._names = parameters, names
+        #: By index: the gradient as the last backward pass has left it, by its identity and its count of changes.
+        self._noted: dict[int, tuple[int, int]] = {}
+        self._has_warned = False
+
+    def note(self) -> None:
+        """Note the gradients at the end of a backward pass."""
+        grads = ((index, parameter.grad) for index, parameter in enumerate(self._parameters))
+        self._noted = {index: (id(grad), grad._version) for index, grad in grads if grad is not None}
+
+    def forget(self) -> None:
+        """Forget the noted gradients: they leave as they are, or the program has reset them."""
+        self._noted.clear()
+
+    def warn(self) -> None:
+        """Warn once if the program has changed one. Zeros are no such change: this rank then contributes nothing."""
+        for index, noted in self._noted.items():
+            grad = self._parameters[index].grad
+            if self._has_warned or grad is None or (id(grad), grad._version) == noted or not bool(grad.any()):
+                continue
+            self._has_warned = True
+            warnings.warn(
+                f"the gradient of {self._names[index]!r} was changed between backward() and step(), while it was still "
+                "this rank's own: the change is averaged over the ranks, and a norm was this rank's. To change (clip, "
+                "unscale) the gradients of all ranks, as with DistributedDataParallel, call optimizer.synchronize() "
+                "first",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
+
 @never_compiled
 class Reducer(GradientReducer):
     """The buckets of one plan.
 
     Attributes:
+        watch: Notices that the program changes gradients which are still this rank's own.
         buckets: The buckets, by index.
         names: The names of their operations. Timelines and stall reports show them, so they have parameters' names.
         active_ranks: The ranks with data in the last round, in ascending order.
         round: The number of rounds that were opened.
         resubmissions: The number of buckets that were sent twice.
     """
+
+    readiness: BucketReadiness
 
     def __init__(
         self,
@@ -116,7 +162,7 @@ class Reducer(GradientReducer):
         forbid_missing: bool,
     ) -> None:
         self._group, self._arithmetic = group, arithmetic
-        self.parameters, self._specs = parameters, specs
+        self.parameters, self.watch = parameters, ChangeWatch(parameters, [spec.name for spec in specs])
         wire = WireFormat(
             group.rank,
             group.world_size,
@@ -129,10 +175,8 @@ class Reducer(GradientReducer):
             bucket.priority = index
         self.names = [f"{name}.bucket{bucket.spec.index}[{_ends(bucket)}]" for bucket in self.buckets]
         self._stream = group.planned(self.names)
-        self._readiness = BucketReadiness([spec.members for spec in plan])
+        self.readiness = BucketReadiness([spec.members for spec in plan])
         self._closed = self._joined = self._again = self._agreed = False
-        #: By member: the gradient as the last backward pass has left it, by its identity and its count of changes.
-        self._as_computed: dict[int, tuple[int, int]] = {}
         self.active_ranks = tuple(range(group.world_size))
         self._postscale = 1.0
         self.round = self.resubmissions = 0
@@ -168,36 +212,11 @@ class Reducer(GradientReducer):
         self._missing = None
         for bucket in self.buckets:
             bucket.begin()
-        self._readiness.begin()
-
-    def note_gradients(self) -> None:
-        """Note the gradients at the end of a backward pass, so that a change by the program is noticed."""
-        grads = ((member, parameter.grad) for member, parameter in enumerate(self.parameters))
-        self._as_computed = {member: (id(grad), grad._version) for member, grad in grads if grad is not None}
-
-    def forget_gradients(self) -> None:
-        """Forget the noted gradients: the program has reset them."""
-        self._as_computed.clear()
-
-    def changed_by_program(self) -> str | None:
-        """Return the name of a parameter whose gradient is not as backward has left it, and not zero, if there is one.
-
-        Before ``close`` such a gradient is still this rank's own one.
-        """
-        for member, computed in self._as_computed.items():
-            gradient = self.parameters[member].grad
-            if gradient is not None and (id(gradient), gradient._version) != computed and bool(gradient.any()):
-                return self._specs[member].name
-        return None
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether no bucket waits for a gradient that it had in the rounds before."""
-        return self._readiness.is_complete
+        self.readiness.begin()
 
     def ready(self, member: int) -> None:
         """Send the bucket of the parameter if it waited for no other gradient, and is not the last one."""
-        for index in self._readiness.fired(member):
+        for index in self.readiness.fired(member):
             bucket = self.buckets[index]
             if bucket.work is None and bucket is not self.buckets[-1]:
                 bucket.capture()
@@ -223,9 +242,9 @@ class Reducer(GradientReducer):
             self.buckets[last].capture(empty=self._joined)
             self._submit(last, changed)
         self._closed = True
-        self._as_computed.clear()
+        self.watch.forget()
         if not self._joined:
-            self._readiness.close()
+            self.readiness.close()
 
     def abandon(self) -> None:
         """End an open round without a result: buckets that have not left are sent without gradients."""
@@ -235,7 +254,7 @@ class Reducer(GradientReducer):
                     bucket.capture(empty=True)
                     self._submit(index)
             self._closed = True
-            self._readiness.close()
+            self.readiness.close()
         for index, bucket in enumerate(self.buckets):
             self.wait(index)
             bucket.release()

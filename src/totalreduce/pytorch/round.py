@@ -65,11 +65,13 @@ class GradientReducer(ABC):
         hooked: Whether a gradient of these parameters opens a round, and the reducer is told when it is ready. Each
             parameter belongs to one such reducer.
         skipped: Whether the last round ended without a result, so that the optimizer must not step.
+        readiness: Tells which buckets wait for gradients; ``None``: the reducer has none that leave before ``close``.
     """
 
     parameters: Sequence[torch.nn.Parameter]
     hooked = True
     skipped = False
+    readiness: BucketReadiness | None = None
 
     @abstractmethod
     def begin(self, *, joined: bool = False, again: bool = False) -> None:
@@ -140,11 +142,6 @@ class GradientReducer(ABC):
 
     def end(self) -> None:  # noqa: B027
         """Give back threads and operations. No round is open."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all gradients have come in the present round that the rounds before had."""
-        return True
 
     @property
     def buckets_members(self) -> Sequence[Sequence[int]]:
@@ -309,7 +306,7 @@ class Round:
     @property
     def is_complete(self) -> bool:
         """Whether all gradients have come that the rounds before had."""
-        return all(reducer.is_complete for reducer in self.reducers)
+        return all(each.readiness is None or each.readiness.is_complete for each in self.reducers)
 
     def finish(self) -> None:
         """Wait for a closed round, and install its gradients.
