@@ -25,7 +25,7 @@ def without_epochs(final):
 
 
 KINDS = {
-    "adamw": ["--optimizer", "adamw", "--norm", "--average"],
+    "adamw": ["--optimizer", "adamw", "--norm", "--own-buffers", "--average"],
     "bfloat16 with workers": ["--dtype", "bfloat16", "--workers", "1"],
     "oktopk": ["--sync", "oktopk", "--optimizer", "momentum", "--norm"],
 }
@@ -209,7 +209,7 @@ def test_after_the_loss_of_all_ranks_a_new_job_goes_on_from_the_snapshot(tmp_pat
 def test_a_rank_that_is_lost_in_the_first_block_after_the_disk_gets_its_own_buffers(tmp_path: Path) -> None:
     """No vote has passed then, so no copy was sent with one."""
     snapshots = tmp_path / "snapshots"
-    kind = ["--norm", "--average", "--samples", "160", "--snapshots", str(snapshots)]
+    kind = ["--norm", "--own-buffers", "--average", "--samples", "160", "--snapshots", str(snapshots)]
     plain = Run(tmp_path / "plain", 2, *kind, on_loss="replace")
     for path in snapshots.iterdir():
         if int(path.name.rpartition("-")[2]) > 10:

@@ -107,7 +107,6 @@ class Loop:
                             loss.backward()
                         self.die_at("backward")
                         if self.kind == "clipping":
-                            optimizer.synchronize()
                             self.die_at("synchronized")
                             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
                         if self.kind == "scaler":

@@ -60,6 +60,7 @@ def main() -> None:
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--sync", default="none")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--own-buffers", action="store_true", help="each rank keeps its own running statistics")
     parser.add_argument("--norm", action="store_true")
     parser.add_argument("--average", action="store_true", help="keep a moving average of a parameter in a buffer")
     parser.add_argument("--pause", type=float, default=0.0)
@@ -104,7 +105,8 @@ def main() -> None:
     inner = kinds[arguments.optimizer]()
     sync = SYNCS[arguments.sync]
     feedback = tr.ErrorFeedback(elements_min=1) if arguments.sync in ("oktopk", "topka") else None
-    optimizer = tr.DistributedOptimizer(inner, model, group=group, sync=sync, feedback=feedback)
+    buffers = None if arguments.own_buffers else "broadcast"
+    optimizer = tr.DistributedOptimizer(inner, model, group=group, sync=sync, feedback=feedback, buffers=buffers)
     dataset = Numbers(arguments.samples)
     sampler = tr.ElasticSampler(dataset, arguments.batch, seed=3)
     loader = DataLoader(dataset, batch_sampler=sampler, num_workers=arguments.workers)
