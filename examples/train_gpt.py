@@ -30,7 +30,6 @@ torch.set_num_threads(1)
 with tr.init() as group:
     torch.manual_seed(0)
     model = SmallGPT(len(alphabet), CONTEXT, width=128, num_layers=4, num_heads=4)
-    tr.broadcast_parameters(model, group)
     optimizer = tr.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model, group=group)
     batches = torch.Generator().manual_seed(group.rank)  # every rank draws its own batches
     for step in range(steps):

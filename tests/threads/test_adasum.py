@@ -420,3 +420,25 @@ def test_optimizers_that_are_distributed_already_are_refused() -> None:
             AdasumOptimizer(distributed, model, group=group)
 
     run_ranks(1, body)
+
+
+@pytest.mark.parametrize("initial", ["broadcast", "check"])
+def test_ranks_begin_with_the_parameters_of_rank_0_or_are_told_that_they_differ(initial: str) -> None:
+    def body(group: Group) -> torch.Tensor | str:
+        model = Net()
+        with torch.no_grad():
+            model.first.weight.add_(group.rank)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        try:
+            AdasumOptimizer(inner, model, group=group, initial=initial)
+        except PlanMismatchError as error:
+            return str(error)
+        return flat(model)
+
+    first, second = run_ranks(2, body)
+    if initial == "check":
+        assert "first.weight: rank 0 has" in first
+        assert first == second
+    else:
+        assert torch.equal(first, flat(Net()))
+        assert torch.equal(first, second)

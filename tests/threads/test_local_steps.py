@@ -663,7 +663,7 @@ def test_what_does_not_fit_together_is_refused_on_every_rank() -> None:
         with torch.no_grad():
             next(model.parameters()).add_(group.rank)
         with pytest.raises(ConfigurationError, match="begin with different parameters"):
-            DistributedOptimizer(inner_of(model), model, group=group, sync=LocalSGD(), initial=None)
+            DistributedOptimizer(inner_of(model), model, group=group, sync=LocalSGD())
 
     def other_settings(group: Group) -> None:
         model = Net(DOUBLE)

@@ -6,6 +6,7 @@ Imports no torch: the launcher does not need it.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 from collections import Counter
@@ -111,36 +112,49 @@ def _limit_alphabet(text: str) -> str:
     return text.translate(dict.fromkeys(map(ord, rare), _UNKNOWN)) if len(counts) > _ALPHABET_MAX else text
 
 
+class _SocketPath:
+    """The path of the socket in a folder: a short one, since a socket's path has 107 bytes at most."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.path = f"/proc/self/fd/{self._folder}/progress"
+
+    def close(self) -> None:
+        """Close the folder."""
+        os.close(self._folder)
+
+
 class ProgressSender:
     """The worker's end. A report that nobody can take at once is dropped: watching slows nothing down."""
 
     def __init__(self, folder: str) -> None:
-        self._address = str(Path(folder) / "progress")
+        self._address = _SocketPath(folder)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
 
     def send(self, report: TrainingReport) -> None:
         """Send one report."""
         with suppress(OSError):
-            self._socket.sendto(json.dumps(asdict(report)).encode(), self._address)
+            self._socket.sendto(json.dumps(asdict(report)).encode(), self._address.path)
 
     def close(self) -> None:
         """Free the socket."""
         self._socket.close()
+        self._address.close()
 
 
 class ProgressListener:
     """The launcher's end: a thread that hands every report to ``show`` until the context ends."""
 
     def __init__(self, folder: str, show: Callable[[TrainingReport], None]) -> None:
-        self._path, self._show = Path(folder) / "progress", show
+        self._address, self._show = _SocketPath(folder), show
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="demo-progress", daemon=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
 
     def __enter__(self) -> Self:
         """Begin to listen."""
-        self._socket.bind(str(self._path))
+        self._socket.bind(self._address.path)
         self._socket.settimeout(0.1)
         self._thread.start()
         return self
@@ -152,7 +166,8 @@ class ProgressListener:
         self._stop.set()
         self._thread.join()
         self._socket.close()
-        self._path.unlink()
+        Path(self._address.path).unlink()
+        self._address.close()
 
     def _listen(self) -> None:
         while True:

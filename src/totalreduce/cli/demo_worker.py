@@ -148,12 +148,11 @@ def train(settings: DemoSettings, group: tr.Group | None) -> dict[str, object]:
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
     rows = slice(None)
     if group is not None:
-        tr.broadcast_parameters(model, group)  # 1: all start from rank 0's weights
-        optimizer = tr.DistributedOptimizer(  # 2: gradients become the mean over the ranks
+        optimizer = tr.DistributedOptimizer(  # 1: all start from rank 0's weights; gradients become the mean
             optimizer, model, group=group, bucket_bytes=settings.bucket_bytes
         )
         first = group.rank * settings.batch_per_rank
-        rows = slice(first, first + settings.batch_per_rank)  # 3: every rank takes its rows of the batch
+        rows = slice(first, first + settings.batch_per_rank)  # 2: every rank takes its rows of the batch
     schedule = LambdaLR(optimizer, lambda step: _learning_rate_factor(step, settings.num_steps))
     losses, speed = LossMean(group), Speedometer(settings, group)
     for _ in range(settings.num_steps):

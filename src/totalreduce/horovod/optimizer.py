@@ -199,7 +199,7 @@ def _adasum(
         raise UnsupportedError("op=Adasum is not supported where ranks can be replaced (--on-loss): use hvd.Average")
     names = ParameterSource(optimizer, None, named).names()
     group, name = _place(process_set, "AdasumOptimizer")
-    wrapped = AdasumOptimizer(optimizer, _Names(names), group=group.control, name=name)
+    wrapped = AdasumOptimizer(optimizer, _Names(names), group=group.control, initial=None, name=name)
     fill_missing_gradients(wrapped)
     return wrapped
 

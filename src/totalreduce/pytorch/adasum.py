@@ -18,6 +18,8 @@ import torch
 from totalreduce.foundation.errors import ConfigurationError, PlanMismatchError, UnsupportedError
 from totalreduce.groups.agreement import agree_or_refuse
 from totalreduce.groups.group import Group
+from totalreduce.pytorch.initial import Initial, begin_alike
+from totalreduce.pytorch.planning import ParameterSource
 from totalreduce.pytorch.wrapper import OptimizerWrapper
 
 __all__ = ["Adasum", "AdasumOptimizer", "adasum_"]
@@ -261,9 +263,9 @@ class AdasumOptimizer(OptimizerWrapper):
 
     Each rank lets the torch optimizer update with its own gradients and state, then the *changes* of the parameters are
     combined and added to where they started: what Horovod does for Adasum, since combined gradients would lose
-    their length in an optimizer that normalises them. Ranks must start from equal parameters
-    (``broadcast_parameters``); they then stay equal, bit by bit, while the optimizer's state differs per rank. A
-    parameter that is frozen or got no gradient on this rank counts as unchanged here.
+    their length in an optimizer that normalises them. Ranks start from equal parameters, and these stay equal, bit by
+    bit, while the optimizer's state differs per rank. A parameter that is frozen or got no gradient on this rank counts
+    as unchanged here.
 
     Every rank must call ``step()`` equally often. ``GradScaler`` leaves steps out where this rank's gradients overflow,
     and the others would wait: train in bfloat16 instead.
@@ -273,22 +275,34 @@ class AdasumOptimizer(OptimizerWrapper):
         model: The module that holds the optimizer's parameters. Model parameters that the optimizer does not hold
             stay local.
         group: The ranks.
+        initial: As for ``DistributedOptimizer``: what happens if ranks begin with other values than rank 0.
         name: Prefix of the operations' names; different for each optimizer that shares a group.
 
     Raises:
-        ConfigurationError: The optimizer is distributed already, or holds a parameter that is not in the model.
+        ConfigurationError: The optimizer is distributed already, or holds a parameter that is not in the model; or the
+            model is wrapped in DistributedDataParallel.
         PlanMismatchError: The ranks' models or optimizers differ; on every rank.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, model: torch.nn.Module, *, group: Group, name: str = "adasum"
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module,
+        *,
+        group: Group,
+        initial: Initial | None = "broadcast",
+        name: str = "adasum",
     ) -> None:
         if isinstance(optimizer, OptimizerWrapper):
             raise ConfigurationError("the optimizer is distributed already: pass the torch optimizer")
         super().__init__(optimizer)
         self._model, self._group, self._name = model, group, name
+        source = ParameterSource(optimizer, model, None)
+        source.refuse_wrapped()
         self._adasum = Adasum(group, name)
         self._parameters = self._agree()
+        if initial is not None:
+            begin_alike(source.tensors(), optimizer, group, name, initial)
 
     def _agree(self) -> list[torch.nn.Parameter]:
         def describe(named: Mapping[str, torch.nn.Parameter]) -> dict[str, Any]:

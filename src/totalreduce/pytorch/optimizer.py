@@ -212,8 +212,8 @@ class DistributedOptimizer(OptimizerWrapper):
             the residuals.
         initial: What happens if ranks begin with other parameters, buffers, or states of the torch optimizer than rank
             0. ``"broadcast"``: they get those of rank 0, as with DistributedDataParallel. ``"check"``: every rank
-            raises ``PlanMismatchError``. ``None``: nothing is compared; but strategies that need equal parameters raise
-            ``ConfigurationError``.
+            raises ``PlanMismatchError``. ``None``: nothing is compared. Strategies that need equal parameters raise
+            ``ConfigurationError`` in any case, because a rank may have loaded a state of its own.
         buffers: How the model's buffers (running statistics, for example) stay equal on all ranks; they travel with the
             gradients of each step. ``"broadcast"``: they are those of the lowest rank with data, as with
             DistributedDataParallel. ``"average"``: floating-point buffers are averaged. ``None``: each rank keeps its
@@ -320,7 +320,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self.skipped_steps = 0
         # A group that is not formed yet: what forms it calls ``form_again``, unless it is the strategy itself.
         if group.formation is None or not group.operations.runner.refusal or self._plans_alone:
-            self._plan_gradients(begins=not self._plans_alone)
+            self._plan_gradients(begins=True)
 
     # -------------------- planning
 
@@ -473,7 +473,7 @@ class DistributedOptimizer(OptimizerWrapper):
             self._unfinished = ComparingPlans()
             raise
         self._plan = plan
-        if begins and settings.initial is not None:
+        if begins and settings.initial is not None and settings.strategy is None:
             begin_alike(source.tensors(), self._inner, group, name, settings.initial)
         self._compressed.warn_of_nothing(plan.compressed, plan.specs)
         if settings.strategy is not None:
