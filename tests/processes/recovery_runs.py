@@ -42,7 +42,7 @@ class Run:
             emulate=emulate,
             output="capture",
             timeout_s=300.0,
-            recovery=RecoveryOptions(on_event=follow, **options),
+            recovery=RecoveryOptions(on_event=follow, **options) if options else None,
         )
         self.finals = [json.loads(path.read_text()) for path in sorted(folder.glob("final-*.json"))]
 

@@ -9,7 +9,7 @@ def test_progress_arrives_in_a_folder_whose_path_is_longer_than_that_of_a_socket
     folder = tmp_path / ("x" * 120)
     folder.mkdir()
     seen: list[TrainingReport] = []
-    report = TrainingReport(**{name: 1 for name in TrainingReport.__dataclass_fields__})
+    report = TrainingReport(**dict.fromkeys(TrainingReport.__dataclass_fields__, 1))
     sender = ProgressSender(str(folder))
     with ProgressListener(str(folder), seen.append):
         sender.send(report)

@@ -101,7 +101,9 @@ def _equalise(group: Group, what: str, digests: Mapping[str, Any], initial: Init
         agree(group.control, what, digests)
     except PlanMismatchError as error:
         if group.rank == 0:
-            _log.info("the ranks begin with different values, and go on with those of rank 0: %s", error)
+            names = list(dict.fromkeys(line.partition(":")[0] for line in error.differences))
+            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            _log.info("%s: ranks begin with different values (%s), and go on with those of rank 0", what, shown)
         send()
 
 
