@@ -433,3 +433,24 @@ def test_a_method_that_compresses_nothing_says_so_once_with_the_numbers() -> Non
         run_ranks(1, body)
     assert len(seen) == 1
     assert seen[0].filename == __file__
+
+
+def test_a_backward_pass_whose_end_torch_does_not_tell_is_not_taken_for_one_that_has_waited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with compiled autograd, which drops what was to run at the end of the pass."""
+    monkeypatch.setattr("totalreduce.pytorch.optimizer.when_backward_ends", lambda callback: None)
+
+    def body(group: Group) -> None:
+        model = Net()
+        optimizer = tr.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, group=group)
+        for synchronizes in (True, False, False):
+            optimizer.zero_grad()
+            loss_of(model, 0, 0).backward()
+            if synchronizes:
+                optimizer.synchronize()
+            optimizer.step()
+
+    with pytest.warns(RuntimeWarning, match=r"this rank's own until step\(\).*call optimizer.synchronize\(\)") as seen:
+        run_ranks(1, body)
+    assert len(seen) == 1

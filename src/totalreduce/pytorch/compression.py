@@ -54,7 +54,7 @@ class Compression:
     def warn_of_skip(self) -> None:
         """Warn once that ``DistributedOptimizer.step`` has skipped a step; with a ``GradScaler`` that is usual."""
         if self.grad_scaler is None:
-            self._warn(
+            self.warn(
                 "skip",
                 "a step was skipped on all ranks, because some rank's gradients were not finite; parameters and "
                 "residuals have not changed. DistributedOptimizer.skipped_steps counts such steps.",
@@ -70,7 +70,7 @@ class Compression:
         said = "none has two dimensions"
         if largest is not None:
             said = f"the largest one of two dimensions or more, {largest.name!r}, has {largest.num_elements} elements"
-        self._warn(
+        self.warn(
             "nothing",
             f"sync={settings.sync.name!r} compresses no gradient of this model: all {len(specs)} parameters are below "
             f"the limit of {settings.feedback.elements_min} elements ({said}), so all gradients are sent as they are. "
@@ -85,7 +85,7 @@ class Compression:
         scaled = self.grad_scaler is not None and self.grad_scaler.is_enabled()
         name = self.reducer.changed_by_program(int(scaled))
         if name is not None:
-            self._warn(
+            self.warn(
                 "changes",
                 f"the gradient of {name!r} was changed between backward() and step(). It has only the elements that "
                 "the sparse method has selected, and what is cut off of them is lost. To clip gradients before the "
@@ -93,7 +93,8 @@ class Compression:
                 "clip_grad_norm_",
             )
 
-    def _warn(self, kind: str, text: str, *, stacklevel: int = 4) -> None:
+    def warn(self, kind: str, text: str, *, stacklevel: int = 4) -> None:
+        """Warn, once of each kind."""
         if kind not in self._warned:
             self._warned.add(kind)
             warnings.warn(text, RuntimeWarning, stacklevel=stacklevel)

@@ -708,6 +708,15 @@ class DistributedOptimizer(OptimizerWrapper):
         self.flush()
         if self._steps_locally:
             return self._step_locally(closure)
+        if self._pass != -1 and self._round.phase is Phase.OPEN and self._waits_in_backward:
+            self._pass = -1
+            self._compressed.warn(
+                "end of backward",
+                "torch has not called what was to run at the end of backward(), as with compiled autograd, so the "
+                "gradients have been this rank's own until step(). If they are clipped or read before, call "
+                "optimizer.synchronize() first; or build the optimizer with overlap='step'",
+                stacklevel=3,
+            )
         result = None
         if closure is not None:
             try:
