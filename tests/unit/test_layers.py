@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from torch.utils._device import _device_constructors
 
 import totalreduce
 
@@ -131,6 +132,60 @@ def test_loggers_are_those_of_their_areas() -> None:
     others = {(file, argument) for file, argument in named if argument != "__name__"}
     assert others == {("launch/bootstrap.py", "'totalreduce'")}  # the parent of all, which is set up there
     assert len(named) > 20
+
+
+#: The functions of torch whose tensors are on the default device, unless the call names another one.
+FACTORIES = {function.__name__ for function in _device_constructors()}
+#: Their dtype is that of the values that are passed.
+OF_THE_VALUES = {"sparse_coo_tensor", "sparse_csr_tensor", "sparse_compressed_tensor"}
+#: They make a tensor of the default dtype, and of the default device if that was set in the old way.
+OLD_FACTORIES = {"Tensor", "FloatTensor", "DoubleTensor", "HalfTensor", "BFloat16Tensor"}
+
+
+def calls_that_follow_a_default(tree: list[ast.AST]) -> list[str]:
+    """Return the code that makes a tensor on torch's default device, or maybe of its default dtype."""
+    found = []
+    called = {id(node.func): node for node in tree if isinstance(node, ast.Call)}
+    for node in tree:
+        if isinstance(node, ast.ImportFrom) and node.module == "torch":  # a call would not show that it is torch's
+            found += [alias.name for alias in node.names if alias.name in FACTORIES]
+        if not (isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[0] == "torch"):
+            continue
+        call = called.get(id(node))
+        if node.attr in OLD_FACTORIES and call is not None:
+            found.append(ast.unparse(call))
+        elif node.attr in FACTORIES:
+            named = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords} if call else {}
+            if named.get("device", "None") == "None" or (node.attr not in OF_THE_VALUES and "dtype" not in named):
+                found.append(ast.unparse(call or node))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("code", "follows"),
+    [
+        ("torch.zeros(3, dtype=torch.uint8, device='cpu')", False),
+        ("torch.sparse_coo_tensor(indices, values, device=values.device)", False),
+        ("torch.zeros(3, dtype=torch.uint8)", True),
+        ("torch.zeros(3, dtype=torch.uint8, device=None)", True),
+        ("torch.tensor([1.5], device='cpu')", True),
+        ("torch.sparse_coo_tensor(indices, values)", True),
+        ("make = torch.zeros", True),
+        ("from torch import zeros", True),
+        ("torch.Tensor([1])", True),
+    ],
+)
+def test_calls_that_follow_a_default_are_found(code: str, follows: bool) -> None:
+    assert bool(calls_that_follow_a_default(list(ast.walk(ast.parse(code))))) == follows
+
+
+#: All files but those of ``bench/`` and ``cli/``: these are programs of their own, which set no default.
+IN_PROGRAMS_OF_USERS = [path for path in FILES if not name(path).startswith(("bench/", "cli/"))]
+
+
+@pytest.mark.parametrize("path", IN_PROGRAMS_OF_USERS, ids=name)
+def test_no_tensor_of_the_library_follows_the_default_device_or_dtype_of_the_program(path: Path) -> None:
+    assert calls_that_follow_a_default(nodes(path)) == []
 
 
 # ---------------------------------------------------------------------------------------------- the architecture page

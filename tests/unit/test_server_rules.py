@@ -137,6 +137,22 @@ def test_keys_that_have_seen_different_learning_rates_keep_their_own_state(
     assert table.values.tolist() == [row.item() for row in rows]
 
 
+@pytest.mark.parametrize(("kind", "settings"), RULES, ids=str)
+def test_torch_makes_its_state_on_the_cpu_whatever_the_default_device_is(
+    kind: str, settings: dict[str, object]
+) -> None:
+    def values() -> list[float]:
+        optimizer = Torch(kind, settings)
+        table = Table(Layout(2, [0]), 0, width=1, dtype=np.dtype("float32"), optimizer=optimizer)
+        for _ in range(2):
+            table.push(rows_of(0, 2), np.arange(1.0, 3.0, dtype=np.float32), 0.1)
+        return table.values.tolist()
+
+    expected = values()
+    with torch.device("meta"):
+        assert values() == expected
+
+
 def test_values_can_be_assigned_and_replaced() -> None:
     table = Table(Layout(6, [0]), 0, width=2, dtype=np.dtype("float64"), optimizer=Replace())
     table.assign(rows_of(0, 6), np.arange(12.0))

@@ -38,7 +38,8 @@ def monitored_barrier(group: Group, tag: int, timeout_s: float, *, wait_all_rank
 def _collect(group: Group, tag: int, timeout_s: float, wait_all_ranks: bool) -> None:
     deadline = time.monotonic() + timeout_s
     arrivals = {
-        rank: group.recv(torch.zeros(1, dtype=torch.uint8), src=rank, tag=tag) for rank in range(1, group.world_size)
+        rank: group.recv(torch.zeros(1, dtype=torch.uint8, device="cpu"), src=rank, tag=tag)
+        for rank in range(1, group.world_size)
     }
     missing: list[int] = []
     for rank, arrival in arrivals.items():
@@ -51,7 +52,7 @@ def _collect(group: Group, tag: int, timeout_s: float, wait_all_ranks: bool) -> 
             missing.append(rank)
             if not wait_all_ranks:
                 break
-    verdict = torch.zeros(group.world_size, dtype=torch.uint8)
+    verdict = torch.zeros(group.world_size, dtype=torch.uint8, device="cpu")
     verdict[missing] = 1
     answers = [
         group.send(verdict, dst=rank, tag=tag)
@@ -65,9 +66,9 @@ def _collect(group: Group, tag: int, timeout_s: float, wait_all_ranks: bool) -> 
 
 
 def _report(group: Group, tag: int, timeout_s: float) -> None:
-    verdict = torch.zeros(group.world_size, dtype=torch.uint8)
+    verdict = torch.zeros(group.world_size, dtype=torch.uint8, device="cpu")
     try:
-        group.send(torch.ones(1, dtype=torch.uint8), dst=0, tag=tag)
+        group.send(torch.ones(1, dtype=torch.uint8, device="cpu"), dst=0, tag=tag)
         group.recv(verdict, src=0, tag=tag).wait(timeout_s + _GRACE_S)
         missing = verdict.nonzero().flatten().tolist()
         reason = _failed(missing) if missing else ""

@@ -52,7 +52,7 @@ class Staged:
         self._reads, self._writes = _by_device(reads), _by_device(writes)
         for tensor in (*reads, *writes):
             if tensor.is_cuda and id(tensor) not in self._hosts:
-                self._hosts[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                self._hosts[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
         self._lock = threading.Lock()
         self._copied: dict[torch.device, torch.cuda.Event] | None = None
         arrived: list[torch.cuda.Event] = []

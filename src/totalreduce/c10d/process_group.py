@@ -305,7 +305,7 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
         device = getattr(opts, "device", None)
         if device is not None and device.type in self._others:
             return self._others[device.type].barrier(opts)
-        word = torch.zeros(1, dtype=torch.uint8)
+        word = torch.zeros(1, dtype=torch.uint8, device="cpu")
 
         def submit(_: Host) -> list[Work]:
             return [self.group.allreduce(word, op=ReduceOp.MAX)]

@@ -22,9 +22,9 @@ def allreduce_sparse(group: Group, tensor: torch.Tensor, timeout_s: float) -> tu
         The operations, and the local sum that follows them.
     """
     own = tensor.detach().coalesce().cpu()
-    counts = torch.zeros(group.world_size, dtype=torch.int64)
-    group.allgather(counts, torch.tensor([own._nnz()])).wait(timeout_s)
-    indices = [torch.empty(own.sparse_dim(), int(count), dtype=torch.int64) for count in counts]
+    counts = torch.zeros(group.world_size, dtype=torch.int64, device="cpu")
+    group.allgather(counts, torch.tensor([own._nnz()], dtype=torch.int64, device="cpu")).wait(timeout_s)
+    indices = [torch.empty(own.sparse_dim(), int(count), dtype=torch.int64, device="cpu") for count in counts]
     values = [own.values().new_empty(int(count), *own.values().shape[1:]) for count in counts]
     works = [group.allgather(indices, own.indices().contiguous()), group.allgather(values, own.values().contiguous())]
     return works, _SparseSum(tensor, indices, values)
@@ -46,6 +46,8 @@ class _SparseSum:
                 return
             self._finished = True
             indices, values = torch.cat(self._indices, 1), torch.cat(self._values)
-            total = torch.sparse_coo_tensor(indices, values, self._tensor.shape, check_invariants=False)
+            total = torch.sparse_coo_tensor(
+                indices, values, self._tensor.shape, check_invariants=False, device=values.device
+            )
             with torch.no_grad():
                 self._tensor.copy_(total.coalesce())

@@ -40,7 +40,7 @@ def agree(group: Collectives, name: str, document: Mapping[str, Any]) -> None:
     """
     text = json.dumps(document, sort_keys=True, separators=(",", ":"))
     digest = hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
-    digests = torch.zeros(group.world_size, _DIGEST_BYTES, dtype=torch.uint8)
+    digests = torch.zeros(group.world_size, _DIGEST_BYTES, dtype=torch.uint8, device="cpu")
     digests[group.rank] = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
     group.allreduce(digests, name=f"{name}/digest", op=ReduceOp.MAX).wait()
     others = [rank for rank in range(group.world_size) if not torch.equal(digests[rank], digests[0])]
@@ -91,9 +91,9 @@ def broadcast_json(group: Collectives, name: str, value: Any, *, root: int) -> A
     body = json.dumps(value).encode() if group.rank == root else b""
     if len(body) > _DOCUMENT_BYTES_MAX:
         raise ValueError(f"{name!r} takes {len(body)} bytes as JSON; the limit is {_DOCUMENT_BYTES_MAX}")
-    length = torch.tensor([len(body)], dtype=torch.int64)
+    length = torch.tensor([len(body)], dtype=torch.int64, device="cpu")
     group.broadcast(length, root=root, name=f"{name}/length")
-    data = torch.empty(int(length.item()), dtype=torch.uint8)
+    data = torch.empty(int(length.item()), dtype=torch.uint8, device="cpu")
     if group.rank == root:
         data.copy_(torch.frombuffer(bytearray(body), dtype=torch.uint8))
     group.broadcast(data, root=root, name=f"{name}/data")

@@ -41,7 +41,7 @@ __all__ = [
 #: To make a signature takes longer than to find one, and operations come again.
 _SIGNATURES_MAX = 1024
 #: The result of ``Work.wait`` for bytes. Made once, because every exchange of a sparse step waits for bytes.
-_NO_TENSOR = torch.empty(0)
+_NO_TENSOR = torch.empty(0, dtype=torch.float32, device="cpu")
 #: World-size many tensors, or one contiguous tensor that holds them one after the other.
 Blocks = torch.Tensor | Sequence[torch.Tensor]
 

@@ -245,7 +245,8 @@ class _Writer:
         ]
 
     def _attach(self, data: bytes | bytearray) -> int:
-        whole = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+        whole = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else nothing
         self.tensors.append(whole)
         return len(self.tensors) - 1
 

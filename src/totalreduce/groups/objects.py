@@ -23,10 +23,10 @@ def broadcast_object(group: Collectives, value: Any, *, root: int) -> Any:
     refusal = None
     if group.rank == root:
         packed, refusal = _packed(group, value)
-        length = torch.tensor([packed.numel()])
+        length = torch.tensor([packed.numel()], dtype=torch.int64, device="cpu")
         group.broadcast(length, root=root)
     else:
-        length = torch.tensor([0])
+        length = torch.tensor([0], dtype=torch.int64, device="cpu")
         group.broadcast(length, root=root)
         packed = _memory(length)
     group.broadcast(packed, root=root)
@@ -38,8 +38,8 @@ def broadcast_object(group: Collectives, value: Any, *, root: int) -> Any:
 def allgather_object(group: Collectives, value: Any) -> list[Any]:
     """Return the values of all ranks on every rank."""
     packed, _ = _packed(group, value)
-    lengths = torch.empty(group.world_size, dtype=torch.int64)
-    group.allgather(lengths, torch.tensor([packed.numel()])).wait()
+    lengths = torch.empty(group.world_size, dtype=torch.int64, device="cpu")
+    group.allgather(lengths, torch.tensor([packed.numel()], dtype=torch.int64, device="cpu")).wait()
     parts = [_memory(length) for length in lengths]
     group.allgather(parts, packed).wait()
     return [unpack(part) for part in parts]
@@ -49,8 +49,8 @@ def gather_object(group: Collectives, value: Any, *, root: int) -> list[Any] | N
     """Return the values of all ranks on the root."""
     is_root = group.rank == root
     packed, refusal = _packed(group, value)
-    lengths = torch.empty(group.world_size, dtype=torch.int64) if is_root else None
-    group.gather(lengths, torch.tensor([packed.numel()]), root=root).wait()
+    lengths = torch.empty(group.world_size, dtype=torch.int64, device="cpu") if is_root else None
+    group.gather(lengths, torch.tensor([packed.numel()], dtype=torch.int64, device="cpu"), root=root).wait()
     parts = None if lengths is None else [_memory(length) for length in lengths]
     group.gather(parts, packed, root=root).wait()
     if refusal is not None:
@@ -63,8 +63,8 @@ def scatter_object(group: Collectives, values: Sequence[Any] | None, *, root: in
     parts = lengths = refusal = None
     if group.rank == root:
         parts, refusal = _all_packed(group, values)
-        lengths = torch.tensor([part.numel() for part in parts])
-    length = torch.empty(1, dtype=torch.int64)
+        lengths = torch.tensor([part.numel() for part in parts], dtype=torch.int64, device="cpu")
+    length = torch.empty(1, dtype=torch.int64, device="cpu")
     group.scatter(length, lengths, root=root).wait()
     data = _memory(length)
     group.scatter(data, parts, root=root).wait()
@@ -105,4 +105,4 @@ def _memory(length: torch.Tensor) -> torch.Tensor:
     num_bytes = int(length)
     if not 0 <= num_bytes <= PACKED_BYTES_MAX:
         raise ProtocolError(f"an object of {num_bytes} bytes was announced; the limit is {PACKED_BYTES_MAX}")
-    return torch.empty(num_bytes, dtype=torch.uint8)
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")

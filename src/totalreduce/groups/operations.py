@@ -224,7 +224,7 @@ class Operations:
         num_bytes = math.prod(shape) * dtype.itemsize
         memory = self.runner.transport.allocate(num_bytes) if num_bytes else None
         if memory is None:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.from_numpy(memory).view(dtype).view(shape)
 
     # ----------------------------------------------------------------------------------------------- other operations

@@ -139,7 +139,7 @@ class Step:
             MissingTensorError: A rank left a tensor out and the policy is ``"error"``. All ranks raise this error.
         """
         plan = self._plan
-        present = torch.zeros(plan.control.world_size, len(plan.specs), dtype=torch.uint8)
+        present = torch.zeros(plan.control.world_size, len(plan.specs), dtype=torch.uint8, device="cpu")
         for index, (name, spec) in enumerate(plan.specs.items()):
             if name in self._works:
                 present[plan.control.rank, index] = 1

@@ -269,9 +269,9 @@ def survey(group: Group) -> Survey:
     if len(leaders) > 1:
         latency_s = _latency(group, leaders)
         bytes_per_s = _bandwidth(group, leaders, _BETWEEN_HOSTS)
-    found = torch.zeros(group.world_size, 5, dtype=torch.float64)
+    found = torch.zeros(group.world_size, 5, dtype=torch.float64, device="cpu")
     mine = [latency_s, bytes_per_s, local_latency_s, local_bytes_per_s, time.monotonic() - begin]
-    found[group.rank] = torch.tensor(mine, dtype=torch.float64)
+    found[group.rank] = torch.tensor(mine, dtype=torch.float64, device="cpu")
     group.allreduce(found, name="probe.found", op=ReduceOp.MAX).wait()
     columns = [tuple(column) for column in found.T.tolist()]
     return Survey(hosts, columns[0], columns[1], columns[2], columns[3], max(columns[4]))
@@ -295,7 +295,7 @@ def _latency(group: Group, line: Sequence[int]) -> float:
 
 def _round_trips(pair: Group, *, leads: bool) -> float:
     """Return the time of a message, half that of a broadcast to the other rank and back. The leader decides the end."""
-    more = torch.ones(1, dtype=torch.uint8)
+    more = torch.ones(1, dtype=torch.uint8, device="cpu")
     took: list[float] = []
     begin = time.monotonic()
     while True:
@@ -318,7 +318,7 @@ def _bandwidth(group: Group, ring: Sequence[int], how: _Streams) -> float:
     def seconds_of(size: int) -> tuple[float, float]:
         """Return the time of a stream on this rank, and on the slowest rank."""
         mine = _stream(group, ring, size) if takes_part else 0.0
-        longest = torch.tensor([mine], dtype=torch.float64)
+        longest = torch.tensor([mine], dtype=torch.float64, device="cpu")
         group.allreduce(longest, name="probe.longest", op=ReduceOp.MAX).wait()
         return mine, longest.item()
 
@@ -349,7 +349,8 @@ def _bandwidth(group: Group, ring: Sequence[int], how: _Streams) -> float:
 def _stream(group: Group, ring: Sequence[int], size: int) -> float:
     place = ring.index(group.rank)
     # Both are written before, so that the time in which the kernel makes memory is not measured.
-    outgoing, incoming = torch.zeros(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
+    outgoing = torch.zeros(size, dtype=torch.uint8, device="cpu")
+    incoming = torch.ones(size, dtype=torch.uint8, device="cpu")
     begin = time.monotonic()
     receiving = group.recv(incoming, src=ring[place - 1], tag=_TAG)
     sending = group.send(outgoing, dst=ring[(place + 1) % len(ring)], tag=_TAG)

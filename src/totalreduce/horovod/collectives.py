@@ -256,7 +256,8 @@ def sparse_allreduce_async(
 
     def finish(gathered: list[torch.Tensor]) -> torch.Tensor:
         indices, values = gathered
-        return torch.sparse_coo_tensor(indices.t(), values / divisor if divisor > 1 else values, tensor.shape)
+        values = values / divisor if divisor > 1 else values
+        return torch.sparse_coo_tensor(indices.t(), values, tensor.shape, device=values.device)
 
     return _then(_gather(call, parts), finish)
 
@@ -539,7 +540,7 @@ def _exchange(call: _Call, tensor: torch.Tensor, splits: Sequence[int] | torch.T
     rows = checked_splits(splits)
     received: list[int] = []
     work = members.coordinator.alltoall(_on_host(members, tensor), rows, received=received, name=call.name)
-    counts = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32)
+    counts = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32, device="cpu")
     return Handle([work], lambda results: (results[0].to(tensor.device), counts.new_tensor(received)))
 
 
@@ -598,7 +599,7 @@ class _Allgather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call = ctx.call.backward(op=Average)
         averages = _Allreduce.apply(call, *gradients)  # type: ignore[no-untyped-call]
-        mine = torch.tensor([shape[0] if shape else 1 for shape in ctx.shapes])
+        mine = torch.tensor([shape[0] if shape else 1 for shape in ctx.shapes], dtype=torch.int64, device="cpu")
         rows = _gather(replace(call, name=None if call.name is None else f"{call.name}.rows"), [mine[None]]).wait()[0]
         before = rows[: ctx.call.process_set.rank()].sum(0).tolist()
         parts = zip(averages, before, ctx.shapes, strict=True)

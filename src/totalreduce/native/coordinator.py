@@ -368,7 +368,9 @@ class Coordinator:
         def submit() -> Work:
             with self._describer.label(None, OpKind.BARRIER) as label:
                 request = Request(label.name, OpKind.BARRIER, cached=label.cached)
-                return self._submit([prepare(request, torch.empty(0))], patience_s)[0]
+                return self._submit([prepare(request, torch.empty(0, dtype=torch.float32, device="cpu"))], patience_s)[
+                    0
+                ]
 
         self._barriers.wait(submit, patience_s)
 

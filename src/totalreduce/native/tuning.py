@@ -62,7 +62,7 @@ def measure(
     Raises:
         TotalReduceError: The library failed.
     """
-    seconds = torch.tensor([_median(natives, size) for size in _SIZES], dtype=torch.float64)
+    seconds = torch.tensor([_median(natives, size) for size in _SIZES], dtype=torch.float64, device="cpu")
     maximise(seconds)
     config = fitting(dict(zip(_SIZES, seconds.tolist(), strict=True)), base)
     if reports:
@@ -77,7 +77,7 @@ def measure(
 
 
 def _median(natives: NativeCollectives, num_bytes: int) -> float:
-    tensor = torch.zeros(num_bytes // 4, device=natives.device)
+    tensor = torch.zeros(num_bytes // 4, dtype=torch.float32, device=natives.device)
     times = []
     for _ in range(_REPETITIONS + 1):
         begin = time.monotonic()

@@ -217,7 +217,7 @@ class _Pack:
 
 def _products(packs: Sequence[_Pack], theirs: Sequence[torch.Tensor], num_tensors: int) -> torch.Tensor:
     """Return this rank's part of (mine.theirs, mine.mine, theirs.theirs) for every tensor; shape (tensors, 3)."""
-    products = torch.zeros(num_tensors, 3, dtype=torch.float64)
+    products = torch.zeros(num_tensors, 3, dtype=torch.float64, device="cpu")
     for pack, other in zip(packs, theirs, strict=True):
         pack.add_products(products, other)
     return products
@@ -251,7 +251,7 @@ def _pack(tensors: Sequence[torch.Tensor]) -> list[_Pack]:
     for dtype, indices in members.items():
         ends = list(itertools.accumulate(tensors[index].numel() for index in indices))
         spans = list(zip(indices, [0, *ends[:-1]], ends, strict=True))
-        flat = torch.empty(ends[-1], dtype=dtype)
+        flat = torch.empty(ends[-1], dtype=dtype, device="cpu")
         for index, begin, end in spans:
             flat[begin:end].view(tensors[index].shape).copy_(tensors[index])
         packs.append(_Pack(flat, spans, (0, ends[-1])))

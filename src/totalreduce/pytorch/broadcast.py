@@ -135,7 +135,7 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor], group: Group, root: int, 
     """
     in_flight: list[tuple[Work, torch.Tensor, list[torch.Tensor]]] = []
     for number, piece in enumerate(_pieces(tensors)):
-        buffer = torch.zeros(sum(map(room_of, piece)), dtype=torch.uint8)
+        buffer = torch.zeros(sum(map(room_of, piece)), dtype=torch.uint8, device="cpu")
         if group.rank == root:
             for slot, tensor in zip(slots_of(buffer, piece), piece, strict=True):
                 slot.copy_(tensor)

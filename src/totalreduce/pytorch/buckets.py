@@ -67,7 +67,9 @@ class ParameterSpec:
                 "Keep complex parameters as torch.view_as_real(...) of a real one."
             )
         dense = _is_dense(parameter)
-        stride = parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()
+        stride = (
+            parameter.stride() if dense else torch.empty(parameter.shape, dtype=parameter.dtype, device="meta").stride()
+        )
         return cls(
             name=name,
             aliases=tuple(aliases),

@@ -289,7 +289,7 @@ class CompressedReducer(GradientReducer):
         parameter, spec = self.parameters[member], self._plan.specs[member]
         gradient = parameter.grad
         if state.joined or gradient is None:
-            flat = torch.zeros(spec.num_elements, device=parameter.device)
+            flat = torch.zeros(spec.num_elements, dtype=torch.float32, device=parameter.device)
         else:
             state.present.add(member)
             flat = flattened(gradient, spec)

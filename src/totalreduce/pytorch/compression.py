@@ -238,7 +238,7 @@ def _choose_methods(settings: Auto, plan: CompressedPlan, group: Group, name: st
         return time.monotonic() - begin
 
     def average(numbers: Sequence[float]) -> list[float]:
-        means = torch.tensor(numbers, dtype=torch.float64)
+        means = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         group.control.allreduce(means, name=f"{name}.auto", op=ReduceOp.AVG).wait()
         return [float(mean) for mean in means]
 

@@ -200,7 +200,7 @@ class Residuals:
     def of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """Return the residual of a parameter; zeros at first."""
         if parameter not in self.kept:
-            self.kept[parameter] = torch.zeros(parameter.numel(), device=parameter.device)
+            self.kept[parameter] = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
         return self.kept[parameter]
 
     def state(self, plan: CompressedPlan) -> dict[str, dict[str, torch.Tensor]]:
@@ -235,7 +235,9 @@ class Residuals:
                 for state in states:
                     if spec.name in state[key]:
                         if parameter not in mine:
-                            mine[parameter] = torch.zeros(spec.num_elements, device=parameter.device)
+                            mine[parameter] = torch.zeros(
+                                spec.num_elements, dtype=torch.float32, device=parameter.device
+                            )
                         shaped(mine[parameter], spec).add_(state[key][spec.name].to(parameter.device))
 
     def norm(self) -> float:

@@ -96,7 +96,7 @@ class GossipSteps(OwnSteps):
             partner = self._node.stepped(values)
             self._replica.write(self._everything, values)
         if partner is not None:
-            answer = torch.empty(values.nbytes, dtype=torch.uint8)
+            answer = torch.empty(values.nbytes, dtype=torch.uint8, device="cpu")
             self._awaited = self._group.recv(answer, src=partner, tag=_ANSWERS), answer
             self._sent.send(self._group, values.view(np.uint8), partner, _QUESTIONS)
 
@@ -170,7 +170,7 @@ class GossipSteps(OwnSteps):
         group = self._group
         self._take_answer(group.timeout_s)
         if not self._finals:
-            self._finals.append(group.allreduce(torch.zeros(1), name="finish/all"))
+            self._finals.append(group.allreduce(torch.zeros(1, dtype=torch.float32, device="cpu"), name="finish/all"))
         self._finals[0].wait()
         if len(self._finals) == 1:  # all ranks have their answers, so nobody asks any more
             with self._lock:
@@ -183,7 +183,7 @@ class GossipSteps(OwnSteps):
             self._replica.write(self._everything, mean)
             self._node.settle(mean)
         if len(self._finals) == 2:
-            self._finals.append(group.allreduce(torch.zeros(1), name="finish/end"))
+            self._finals.append(group.allreduce(torch.zeros(1, dtype=torch.float32, device="cpu"), name="finish/end"))
         self._finals[2].wait()  # no rank is asked before it has the average
         self._finals.clear()
 

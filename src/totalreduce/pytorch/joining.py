@@ -77,7 +77,7 @@ class ClosureLoss(Unfinished):
         loss = self._loss
         if self._work is None:
             own = loss.item() if isinstance(loss, torch.Tensor) else loss
-            total = torch.tensor([float(own or 0.0)], dtype=torch.float64)
+            total = torch.tensor([float(own or 0.0)], dtype=torch.float64, device="cpu")
             control = group.control
             members = control if len(ranks) == group.world_size else control.subgroup(ranks, name=f"{name}.losses")
             self._work = members.allreduce(total, name=f"{name}.loss", op=ReduceOp.SUM, priority=0)
@@ -115,7 +115,8 @@ class Joining(Unfinished):
                 # Each rank contributes ``rank - rounds * world_size``. The rank that joined last has the fewest rounds,
                 # so its value is the maximum, and the maximum modulo the world size is its rank. If several ranks
                 # joined last, the highest one of them is returned.
-                last = torch.tensor([self._group.rank - self._num_rounds * self._group.world_size])
+                mine = self._group.rank - self._num_rounds * self._group.world_size
+                last = torch.tensor([mine], dtype=torch.int64, device="cpu")
                 self._last = self._group.control.allreduce(last, name=f"{self._name}.joined", op=ReduceOp.MAX)
         return int(self._last.wait().item()) % self._group.world_size
 

@@ -269,7 +269,7 @@ class LocalSteps:
         session, group = self._session, self._group
         assert isinstance(session, AveragingSession)
         if self._joining is None:
-            most = torch.tensor([self._steps * group.world_size + group.rank])
+            most = torch.tensor([self._steps * group.world_size + group.rank], dtype=torch.int64, device="cpu")
             self._joining = _Joining(most)
         joining = self._joining
         while joining.last is None:

@@ -368,7 +368,7 @@ class Reducer(GradientReducer):
             if not missing:
                 continue
             if self._missing is None:  # otherwise an earlier call ran out of time here
-                missing_here = torch.zeros(self._group.world_size, dtype=torch.uint8)
+                missing_here = torch.zeros(self._group.world_size, dtype=torch.uint8, device="cpu")
                 missing_here[self._group.rank] = bucket.local[position] is None and not self._joined
                 name = f"{self.names[index]}/missing"
                 self._missing = self._group.control.allreduce(missing_here, name=name, op=ReduceOp.SUM, priority=0)

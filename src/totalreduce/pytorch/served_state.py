@@ -66,7 +66,7 @@ def joined(parts: Mapping[int, Mapping[str, Any]], parameter: torch.Tensor) -> d
     for key, value in first.items():
         if isinstance(value, torch.Tensor) and value.shape == shape:
             elements = torch.cat([parts[begin][key].reshape(-1) for begin in begins])
-            found[key] = torch.empty_strided(parameter.shape, parameter.stride(), dtype=value.dtype)
+            found[key] = torch.empty_strided(parameter.shape, parameter.stride(), dtype=value.dtype, device="cpu")
             found[key].copy_(elements.view(parameter.shape))
     return found
 

@@ -301,7 +301,8 @@ class _Server:
 
     def _receive_one(self) -> None:
         """Receive a message of another worker, and look at the time meanwhile."""
-        message = torch.empty(_PUSH.size + 8 * self._num_rates + self._share.gradient_bytes, dtype=torch.uint8)
+        num_bytes = _PUSH.size + 8 * self._num_rates + self._share.gradient_bytes
+        message = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         work = self._group.recv(message, src=None, tag=_PUSHES)
         while not self._is_closed:
             try:
@@ -443,7 +444,7 @@ class _Worker:
                 continue
             if not is_last:
                 num_bytes = _ANSWER.size + _num_elements(share) * self.replica.dtype.itemsize
-                answer = torch.empty(num_bytes, dtype=torch.uint8)
+                answer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
                 self._awaited[server] = group.recv(answer, src=server, tag=_ANSWERS), answer
             self._sent.send(group, message, server, _PUSHES)
 

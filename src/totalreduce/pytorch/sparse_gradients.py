@@ -96,8 +96,9 @@ class SparseReducer(GradientReducer):
         name = f"{self._name}.sparse/rows"
 
         def count() -> tuple[list[Work], list[torch.Tensor]]:
-            counts = torch.tensor([_NO_GRADIENT if grad is None else grad._nnz() for grad in own])
-            all_counts = torch.empty(group.world_size * len(own), dtype=torch.int64)
+            numbers = [_NO_GRADIENT if grad is None else grad._nnz() for grad in own]
+            counts = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+            all_counts = torch.empty(group.world_size * len(own), dtype=torch.int64, device="cpu")
             return [group.allgather(all_counts, counts, name=name)], [all_counts]
 
         [all_counts] = self._once(name, count)
@@ -140,12 +141,12 @@ class SparseReducer(GradientReducer):
         width, sizes = parameter.shape[1:], list(rows)
 
         def gather() -> tuple[list[Work], list[torch.Tensor]]:
-            indices = torch.empty(0, dtype=torch.int64)
-            values = torch.empty((0, *width), dtype=parameter.dtype)
+            indices = torch.empty(0, dtype=torch.int64, device="cpu")
+            values = torch.empty((0, *width), dtype=parameter.dtype, device="cpu")
             if grad is not None:
                 indices, values = grad.indices()[0].cpu().contiguous(), grad.values().cpu().contiguous()
-            all_indices = torch.empty(sum(rows), dtype=torch.int64)
-            all_values = torch.empty((sum(rows), *width), dtype=parameter.dtype)
+            all_indices = torch.empty(sum(rows), dtype=torch.int64, device="cpu")
+            all_values = torch.empty((sum(rows), *width), dtype=parameter.dtype, device="cpu")
             works = [
                 group.allgather(list(all_indices.split_with_sizes(sizes)), indices, name=f"{name}/indices"),
                 group.allgather(list(all_values.split_with_sizes(sizes)), values, name=f"{name}/values"),
@@ -154,7 +155,9 @@ class SparseReducer(GradientReducer):
 
         all_indices, all_values = self._once(name, gather)
         size = tuple(parameter.shape)
-        total = torch.sparse_coo_tensor(all_indices[None], all_values, size, check_invariants=True)
+        total = torch.sparse_coo_tensor(
+            all_indices[None], all_values, size, check_invariants=True, device=all_values.device
+        )
         return total.coalesce().to(parameter.device)
 
 

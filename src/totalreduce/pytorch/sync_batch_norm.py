@@ -113,11 +113,11 @@ class SyncBatchNorm(_BatchNorm):
     ) -> tuple[torch.Tensor, torch.Tensor, float, Callable[[torch.Tensor], torch.Tensor] | None]:
         """Return mean and M2 (float64 on the CPU) and count of all values, and the sum over ranks for backward."""
         count = inputs.numel() // self.num_features
-        packed = torch.zeros(2 + 2 * self.num_features, dtype=torch.float64)
+        packed = torch.zeros(2 + 2 * self.num_features, dtype=torch.float64, device="cpu")
         packed[0], packed[1] = count, use
         if count:
             packed[2:] = torch.cat(_mean_and_squares(inputs, count)).cpu()
-        gathered = torch.empty(self.group.world_size, packed.numel(), dtype=torch.float64)
+        gathered = torch.empty(self.group.world_size, packed.numel(), dtype=torch.float64, device="cpu")
         self.group.control.allgather(gathered, packed, name=f"{self.name}.statistics", priority=_PRIORITY).wait()
         counts, uses = gathered[:, :1], gathered[:, 1]
         means, squares = gathered[:, 2:].chunk(2, dim=1)

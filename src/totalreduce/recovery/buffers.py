@@ -71,11 +71,11 @@ class BufferRow:
             plain = buffer.detach()
             if not plain.is_contiguous() or plain.device.type != "cpu":
                 self._distant.append(plain)
-                plain = torch.empty(plain.shape, dtype=plain.dtype)
+                plain = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
                 self._copies.append(plain)
             self._starts[name] = (self.num_bytes, torch.empty_like(plain, device="meta"))
             gap = -plain.nbytes % _ALIGNMENT
-            self._parts += [plain.view(-1).view(torch.uint8), torch.zeros(gap, dtype=torch.uint8)]
+            self._parts += [plain.view(-1).view(torch.uint8), torch.zeros(gap, dtype=torch.uint8, device="cpu")]
             self.num_bytes += plain.nbytes + gap
 
     def copy(self, row: torch.Tensor | None = None) -> torch.Tensor:
@@ -86,7 +86,7 @@ class BufferRow:
                 self._lay_out()
                 break
         if row is None or len(row) != self.num_bytes:
-            row = torch.empty(self.num_bytes, dtype=torch.uint8)
+            row = torch.empty(self.num_bytes, dtype=torch.uint8, device="cpu")
         if self._distant:
             torch._foreach_copy_(self._copies, self._distant)
         if self._parts:

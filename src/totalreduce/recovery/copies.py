@@ -286,9 +286,9 @@ class ShardCopies:
             memory = row.untyped_storage()
             if memory.nbytes() >= num_bytes:
                 del self._spare_rows[index]
-                return torch.empty(0, dtype=torch.uint8).set_(memory)[:num_bytes]
+                return torch.empty(0, dtype=torch.uint8, device="cpu").set_(memory)[:num_bytes]
         # A little longer, because values of the program may take more digits next time.
-        return torch.empty(num_bytes + num_bytes // 64 + 4096, dtype=torch.uint8)[:num_bytes]
+        return torch.empty(num_bytes + num_bytes // 64 + 4096, dtype=torch.uint8, device="cpu")[:num_bytes]
 
     # ------------------------------------------------------------------------------------------------------------- disk
 

@@ -220,7 +220,8 @@ class Optimizers:
         return found[0] if found else None
 
     def _begin_settling(self, are_stepped: list[bool]) -> _Settling:
-        flags = torch.tensor([[each.in_flight for each in self._all.values()], are_stepped], dtype=torch.int64)
+        are_in_flight = [each.in_flight for each in self._all.values()]
+        flags = torch.tensor([are_in_flight, are_stepped], dtype=torch.int64, device="cpu")
         if self.group.world_size == 1:
             return _Settling(flags, None)
         return _Settling(flags, self.group.control.allreduce(flags, name="recovery/optimizers", op=ReduceOp.MAX))

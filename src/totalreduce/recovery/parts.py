@@ -104,7 +104,7 @@ class PackedPart:
     @torch.no_grad()
     def copy_into(self, row: torch.Tensor) -> None:
         """Copy the part into a row of ``num_bytes`` bytes."""
-        length = torch.tensor([len(self._document)])
+        length = torch.tensor([len(self._document)], dtype=torch.int64, device="cpu")
         row[:_LENGTH_BYTES] = length.view(torch.uint8)
         end = _LENGTH_BYTES + len(self._document)
         row[_LENGTH_BYTES:end] = torch.frombuffer(bytearray(self._document), dtype=torch.uint8)
@@ -366,9 +366,9 @@ def _exchange(
     lengths = [0] * control.world_size
     for path, each in mine:
         lengths[each.source] += each.box.numel * tensors.dtype(path).itemsize
-    outputs = [torch.empty(length, dtype=torch.uint8) for length in lengths]
+    outputs = [torch.empty(length, dtype=torch.uint8, device="cpu") for length in lengths]
     control.alltoall(outputs, inputs, name=f"recovery/parts/{number}").wait()
-    found = {path: torch.empty(tensors.boxes[path].shape, dtype=tensors.dtype(path)) for path in plans}
+    found = {path: torch.empty(tensors.boxes[path].shape, dtype=tensors.dtype(path), device="cpu") for path in plans}
     begins = [0] * control.world_size
     for path, each in mine:
         begin = begins[each.source]
@@ -382,7 +382,7 @@ def _exchange(
 
 def _joined(slices: Iterator[torch.Tensor]) -> torch.Tensor:
     rows = [each.contiguous().view(-1).view(torch.uint8) for each in slices]
-    return torch.cat(rows) if rows else torch.empty(0, dtype=torch.uint8)
+    return torch.cat(rows) if rows else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _whole(elements: torch.Tensor, shape: Sequence[int], parameter: DTensor) -> DTensor:
@@ -393,7 +393,7 @@ def _whole(elements: torch.Tensor, shape: Sequence[int], parameter: DTensor) -> 
         parameter.placements,
         run_check=False,
         shape=torch.Size(shape),
-        stride=torch.empty(shape, device="meta").stride(),
+        stride=torch.empty(shape, dtype=elements.dtype, device="meta").stride(),
     )
 
 

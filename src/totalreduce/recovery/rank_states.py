@@ -51,7 +51,7 @@ class RankStates:
         self._replicas = Replicas(num_copies)
         self._seats: list[int] = []  #: Of the members, by rank.
         #: This rank's packed state at the last point and after the block, and what all ranks have in common there.
-        self._row = self._next_row = torch.empty(0, dtype=torch.uint8)
+        self._row = self._next_row = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._point: dict[str, Any] = {"version": -1}
         self._seats_at_point: list[int] = []
         self._sending: Exchange | None = None  #: The exchange that has not ended.

@@ -259,7 +259,7 @@ class ReplayedJob:
         call = _describe(OpKind.ALLGATHER, tensor, name)
 
         def run(group: Group) -> torch.Tensor:
-            result = torch.empty((self.world_size, *tensor.shape), dtype=tensor.dtype)
+            result = torch.empty((self.world_size, *tensor.shape), dtype=tensor.dtype, device="cpu")
             group.control.allgather(result, _copy(tensor), name="replay/allgather").wait()
             return result
 
@@ -287,7 +287,7 @@ class ReplayedJob:
                 if saved.own is not None:
                     self._replicas.exchange(group, decision, before + 1, saved.own)
                 self._versions.is_in_vote = True
-                group.control.allreduce(torch.zeros(1, dtype=torch.int64), name="replay/vote").wait()
+                group.control.allreduce(torch.zeros(1, dtype=torch.int64, device="cpu"), name="replay/vote").wait()
                 self._versions.commit()
                 self._committed()
             except PeerLost as error:
@@ -541,17 +541,14 @@ def _deliver(
     held: list[torch.Tensor | None] = []
     works = []
     for number, parcel in enumerate(parcels):
-        source, targets, length = (
-            parcel.route.sources[rank],
-            parcel.route.targets[rank],
-            torch.zeros(1, dtype=torch.int64),
-        )
+        source, targets = parcel.route.sources[rank], parcel.route.targets[rank]
+        length = torch.zeros(1, dtype=torch.int64, device="cpu")
         data = None
         if source is not None:
             control.recv(length, src=source, tag=_TAG + number).wait()
             if not 0 <= int(length) <= PACKED_BYTES_MAX:
                 raise ProtocolError(f"rank {source} announces a parcel of {int(length)} bytes")
-            data = torch.empty(int(length), dtype=torch.uint8)
+            data = torch.empty(int(length), dtype=torch.uint8, device="cpu")
         elif targets:
             data = packed(parcel)
             length.fill_(data.numel())

@@ -49,8 +49,8 @@ class _BufferRows:
     def __init__(self, layout: BufferRow, group: Group) -> None:
         """Make the rows. Nothing is sent."""
         self._layout = layout
-        self._rows = torch.zeros(group.world_size, layout.num_bytes, dtype=torch.uint8)
-        self._mine = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+        self._rows = torch.zeros(group.world_size, layout.num_bytes, dtype=torch.uint8, device="cpu")
+        self._mine = torch.zeros(layout.num_bytes, dtype=torch.uint8, device="cpu")
         self._now = torch.zeros_like(self._mine)
         self._allgather = group.control.prepare_allgather(self._rows, self._mine, name="recovery/buffers")
         self._work: Work | None = None
@@ -92,7 +92,7 @@ class _BufferRows:
 
 def gather_lengths(group: Group, length: int) -> Work:
     """Begin to gather the lengths that the ranks pass; the result has them by rank, in int64. Collective."""
-    lengths = torch.zeros(group.world_size, dtype=torch.int64)
+    lengths = torch.zeros(group.world_size, dtype=torch.int64, device="cpu")
     lengths[group.rank] = length
     return group.control.allreduce(lengths, name="recovery/lengths")
 
@@ -100,12 +100,12 @@ def gather_lengths(group: Group, length: int) -> Work:
 def _empty_copy(length: int, source: int) -> torch.Tensor:
     if not 0 <= length <= PACKED_BYTES_MAX:
         raise ProtocolError(f"rank {source} announces a copy of {length} bytes; the limit is {PACKED_BYTES_MAX}")
-    return torch.empty(length, dtype=torch.uint8)
+    return torch.empty(length, dtype=torch.uint8, device="cpu")
 
 
 def send_row(group: Group, row: torch.Tensor, to: int) -> None:
     """Send packed state to a rank, which calls ``Replicas.receive``."""
-    group.control.send(torch.tensor([row.numel()]), dst=to, tag=_TAG).wait()
+    group.control.send(torch.tensor([row.numel()], dtype=torch.int64, device="cpu"), dst=to, tag=_TAG).wait()
     group.control.send(row, dst=to, tag=_TAG).wait()
 
 
@@ -164,7 +164,7 @@ class Replicas:
 
     def receive(self, group: Group, source: int) -> torch.Tensor:
         """Receive packed state that a rank sends."""
-        length = torch.zeros(1, dtype=torch.int64)
+        length = torch.zeros(1, dtype=torch.int64, device="cpu")
         group.control.recv(length, src=source, tag=_TAG).wait()
         copy = _empty_copy(int(length), source)
         group.control.recv(copy, src=source, tag=_TAG).wait()

@@ -122,7 +122,7 @@ class Run(ABC):
         assembly = self._assembly
         if assembly is not None and self.takes_newcomers and self.group.rank == 0:
             wish = max(wish, Wish.MEMBERS if assembly.has_newcomers(NEWCOMERS_S) else Wish.NOTHING)
-        largest = torch.tensor([int(wish)])
+        largest = torch.tensor([int(wish)], dtype=torch.int64, device="cpu")
         self.group.control.allreduce(largest, name="recovery/wish", op=ReduceOp.MAX).wait()
         return Wish(int(largest))
 

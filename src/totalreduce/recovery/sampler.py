@@ -127,9 +127,9 @@ class ElasticSampler(Dealer, Sampler[list[int]]):
 
     def _order(self) -> torch.Tensor:
         if not self._shuffle:
-            return torch.arange(self._num_samples)
+            return torch.arange(self._num_samples, dtype=torch.int64, device="cpu")
         generator = torch.Generator().manual_seed((self._seed * 1_000_003 + self.epoch) % (1 << 63))
-        return torch.randperm(self._num_samples, generator=generator)
+        return torch.randperm(self._num_samples, generator=generator, dtype=torch.int64, device="cpu")
 
     def _steps(self) -> Iterator[tuple[int, int]]:
         """Yield the cursor and the number of samples of each step that is left, as things are when this is called."""

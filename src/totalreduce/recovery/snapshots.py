@@ -441,7 +441,7 @@ def _tensors_in(path: Path) -> dict[str, torch.Tensor]:
     reader = FileSystemReader(path)
     entries = reader.read_metadata().state_dict_metadata
     tensors = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        key: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
         for key, entry in entries.items()
         if isinstance(entry, TensorStorageMetadata)
     }

@@ -554,7 +554,7 @@ class ServerSteps(DeferringSteps):
             client.retire()
             self._last_clock = clock
         if not self._finals:
-            most = torch.tensor([self._last_clock * group.world_size + group.rank])
+            most = torch.tensor([self._last_clock * group.world_size + group.rank], dtype=torch.int64, device="cpu")
             self._finals.append(group.control.allreduce(most, name=f"{self._name}.finished", op=ReduceOp.MAX))
         last = int(self._finals[0].wait()) % group.world_size
         if self._keeps_values:

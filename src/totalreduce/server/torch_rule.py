@@ -62,10 +62,11 @@ class Torch(Optimizer):
             )
         try:
             settings = json.loads(json.dumps({k: v for k, v in self.settings.items() if k not in _HOW}))
-            parameter = torch.nn.Parameter(torch.zeros(2))
-            probe = getattr(torch.optim, self.kind)([parameter], **settings)
-            parameter.grad = torch.ones(2)
-            probe.step()
+            parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.float32, device="cpu"))
+            parameter.grad = torch.ones(2, dtype=torch.float32, device="cpu")
+            with torch.device("cpu"):  # for the tensors that torch makes itself
+                probe = getattr(torch.optim, self.kind)([parameter], **settings)
+                probe.step()
         except (TypeError, ValueError, AttributeError) as error:
             raise ConfigurationError(f"torch.optim.{self.kind} does not take {dict(self.settings)}: {error}") from error
         entries = tuple(
@@ -146,15 +147,16 @@ class Torch(Optimizer):
         entries: tuple[_Entry, ...] = self._entries  # type: ignore[attr-defined]
         parameter = torch.nn.Parameter(torch.from_numpy(values))
         parameter.grad = torch.from_numpy(np.require(gradients, requirements=["C", "W"]))
-        optimizer = getattr(torch.optim, self.kind)([parameter], foreach=False, **self.settings)
-        if not is_first:
-            optimizer.state[parameter] = {
-                entry.name: torch.from_numpy(array)
-                if entry.dtype is None
-                else torch.tensor(array[0, 0].item(), dtype=entry.dtype)
-                for entry, array in zip(entries, arrays, strict=True)
-            }
-        optimizer.step()
+        with torch.device("cpu"):
+            optimizer = getattr(torch.optim, self.kind)([parameter], foreach=False, **self.settings)
+            if not is_first:
+                optimizer.state[parameter] = {
+                    entry.name: torch.from_numpy(array)
+                    if entry.dtype is None
+                    else torch.tensor(array[0, 0].item(), dtype=entry.dtype, device="cpu")
+                    for entry, array in zip(entries, arrays, strict=True)
+                }
+            optimizer.step()
         for entry, array in zip(entries, arrays, strict=True):
             found = optimizer.state[parameter][entry.name]
             if entry.dtype is not None:

@@ -62,14 +62,14 @@ class GroupDriver:
             work = group.allreduce(torch.from_numpy(action.values), name=name, priority=priority)
             return _Started([work], lambda: action.values)
         if isinstance(action, Broadcast):
-            block = _tensor(action.block) if rank == action.root else torch.empty(action.size, dtype=torch.uint8)
+            block = _tensor(action.block) if rank == action.root else _empty(action.size)
             work = group.broadcast(block, root=action.root, name=name, priority=priority, async_op=True)
             return _Started([work], block.numpy)
         return self._start_messages(action, channel, priority)
 
     def _start_messages(self, action: Messages, channel: int, priority: int) -> _Started:
         group = self._group
-        came = {source: torch.empty(size, dtype=torch.uint8) for source, size in action.receives.items()}
+        came = {source: _empty(size) for source, size in action.receives.items()}
         works = [group.recv(into, src=source, tag=channel, priority=priority) for source, into in came.items()]
         works += [
             group.send(_tensor(block), dst=target, tag=channel, priority=priority)
@@ -104,6 +104,10 @@ class _Started:
         for work in self._works:
             work.wait()
         return self._reply()
+
+
+def _empty(num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
 
 def _tensor(block: Array) -> torch.Tensor:

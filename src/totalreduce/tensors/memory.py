@@ -133,7 +133,7 @@ class Operands:
         plain = tensor.detach()
         if writes:
             self._check_place(plain)
-        dense = torch.empty(plain.shape, dtype=plain.dtype)
+        dense = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
         self.preparations.append(lambda: dense.copy_(plain))
         if plain.numel():
             span = _strided_span(plain)

@@ -33,7 +33,7 @@ _ATTRIBUTE: Final = "_totalreduce_holds"
 @functools.cache
 def _mark_offset() -> int | None:
     """Return the offset in bytes of the mark within torch's ``StorageImpl``; ``None`` if it is not found."""
-    probe = torch.zeros(16)
+    probe = torch.zeros(16, dtype=torch.uint8, device="cpu")
     storage = probe.untyped_storage()
     before = ctypes.string_at(storage._cdata, _OBJECT_BYTES)
     probe.numpy()

@@ -123,7 +123,7 @@ class Work:
         if error is not None:
             raise error.with_traceback(None)  # an earlier traceback would keep the frames of its caller alive
         result = self._result() if callable(self._result) else self._result
-        return result if result is not None else torch.empty(0)
+        return result if result is not None else torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def when_all_done(works: Sequence[Work], callback: Callable[[], None], *, or_failed: bool = False) -> None:

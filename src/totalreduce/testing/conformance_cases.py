@@ -151,8 +151,8 @@ def _value(rank: int) -> dict[object, object]:
         "rank": rank,
         rank: [None, True, -(2**70), 0.1 * rank, "ß" * rank],
         "nested": ({"bytes": bytes(range(rank))}, ()),
-        "tensor": torch.arange(3 * rank, dtype=torch.bfloat16).reshape(3, rank),
-        "scalar": torch.tensor(rank == 0),
+        "tensor": torch.arange(3 * rank, dtype=torch.bfloat16, device="cpu").reshape(3, rank),
+        "scalar": torch.tensor(rank == 0, dtype=torch.bool, device="cpu"),
     }
 
 

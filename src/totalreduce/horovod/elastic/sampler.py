@@ -230,5 +230,6 @@ class ElasticSampler(Sampler[int]):
         if not self.shuffle:
             return np.arange(len(self._processed))
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order: np.ndarray[Any, np.dtype[np.int64]] = torch.randperm(len(self._processed), generator=generator).numpy()
+        indices = torch.randperm(len(self._processed), generator=generator, dtype=torch.int64, device="cpu")
+        order: np.ndarray[Any, np.dtype[np.int64]] = indices.numpy()
         return order
