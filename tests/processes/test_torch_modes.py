@@ -154,3 +154,155 @@ def test_results_do_not_depend_on_the_defaults_of_torch(fleet, tmp_path):
         worker.read("result", 60.0)
     for worker in workers:
         assert worker.wait() == 0, worker.errors()
+
+
+#: Every collective begins in the mode, and ends within it, outside of it, in another thread, or in a future.
+INFERENCE = """
+import functools
+import threading
+from datetime import timedelta
+from torch.nn.parallel import DistributedDataParallel
+import totalreduce.horovod as hvd
+
+dist.init_process_group("totalreduce", timeout=timedelta(seconds=60))
+total = 3.0
+failures = []
+
+def contiguous(value):
+    return torch.full((2, 3), float(value))
+
+def strided(value):
+    return torch.full((3, 2), float(value)).t()
+
+def lists(make):
+    return [make(0) for _ in range(2)]
+
+# Each returns the handles, the tensors that take the results, and the value of all elements of each.
+
+def all_reduce(make):
+    tensor = make(rank + 1)
+    return dist.all_reduce(tensor, async_op=True), [tensor], [total]
+
+def all_reduce_coalesced(make):
+    tensors = [make(rank + 1), make(2 * rank + 2)]
+    with dist._coalescing_manager(async_ops=True) as manager:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    return manager, tensors, [total, 2 * total]
+
+def broadcast(make):
+    tensor = make(rank + 1)
+    return dist.broadcast(tensor, 1, async_op=True), [tensor], [2.0]
+
+def reduce(make):
+    tensor = make(rank + 1)
+    return dist.reduce(tensor, 1, async_op=True), [tensor], [total if rank == 1 else 1.0]
+
+def all_gather(make):
+    outputs = lists(make)
+    return dist.all_gather(outputs, make(rank + 1), async_op=True), outputs, [1.0, 2.0]
+
+def gather(make):
+    outputs = lists(make) if rank == 1 else None
+    return dist.gather(make(rank + 1), outputs, 1, async_op=True), outputs or [], [1.0, 2.0] if outputs else []
+
+def scatter(make):
+    tensor = make(0)
+    return dist.scatter(tensor, [make(1), make(2)] if rank == 1 else None, 1, async_op=True), [tensor], [rank + 1.0]
+
+def reduce_scatter(make):
+    tensor = make(0)
+    return dist.reduce_scatter(tensor, [make(rank + 1)] * 2, async_op=True), [tensor], [total]
+
+def all_to_all(make):
+    outputs = lists(make)
+    return dist.all_to_all(outputs, [make(rank + 1)] * 2, async_op=True), outputs, [1.0, 2.0]
+
+def message(make):
+    tensor = make(rank + 1)
+    return dist.isend(tensor, 1) if rank == 0 else dist.irecv(tensor, 0), [tensor], [1.0]
+
+def sparse(make):
+    tensor = torch.sparse_coo_tensor([[0, 1]], [rank + 1.0] * 2, (2,), check_invariants=False)
+    return dist.all_reduce(tensor, async_op=True), [tensor], [total]
+
+def into_tensors(make):
+    whole, part, row = torch.zeros(4), torch.zeros(2), torch.zeros(2)
+    works = [dist.all_gather_into_tensor(whole, torch.full((2,), rank + 1.0), async_op=True),
+             dist.reduce_scatter_tensor(part, torch.full((4,), rank + 1.0), async_op=True),
+             dist.all_to_all_single(row, torch.full((2,), rank + 1.0), async_op=True)]
+    return works, [part, whole[:2], whole[2:], row[1]], [total, 1.0, 2.0, 2.0]
+
+def by_native(make):
+    tensors = [make(rank + 1), make(rank + 1), make(0)]
+    works = [native.allreduce(tensors[0], op=tr.ReduceOp.AVG), native.broadcast(tensors[1], root=1, async_op=True),
+             native.reduce_scatter(tensors[2], [make(rank + 1)] * 2)]
+    return works, tensors, [total / 2, 2.0, total]
+
+def by_horovod(make):
+    tensors = [make(rank + 1), make(rank + 1)]
+    works = [hvd.allreduce_async_(tensors[0], op=hvd.Sum, postscale_factor=0.5), hvd.broadcast_async_(tensors[1], 1)]
+    return works, tensors, [total / 2, 2.0]
+
+def waited(handles):
+    for handle in handles if isinstance(handles, list) else [handles]:
+        handle.wait()
+
+def in_a_thread(handles):
+    thread = threading.Thread(target=waited, args=(handles,))
+    thread.start()
+    thread.join(30.0)
+
+def by_a_future(handles):
+    for handle in handles if isinstance(handles, list) else [handles]:
+        handle.get_future().wait() if hasattr(handle, "get_future") else handle.wait()
+
+def check(door):
+    for make in (contiguous, strided):
+        for end in (waited, in_a_thread, by_a_future):
+            for inside in (True, False):
+                with torch.inference_mode():
+                    handles, tensors, values = door(make)
+                    if inside:
+                        end(handles)
+                if not inside:
+                    end(handles)
+                found = [(tensor.to_dense() if tensor.is_sparse else tensor).unique().tolist() for tensor in tensors]
+                if found != [[value] for value in values]:
+                    failures.append(f"{door.__name__} {make.__name__} {end.__name__} inside={inside}: {found} {values}")
+
+for door in (all_reduce, all_reduce_coalesced, broadcast, reduce, all_gather, gather, scatter, reduce_scatter,
+             all_to_all, message, sparse, into_tensors):
+    check(door)
+
+layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+model = DistributedDataParallel(layers)
+optimizer = torch.optim.Adam(model.parameters())
+for _ in range(2):
+    model(torch.full((3, 4), rank + 1.0)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.inference_mode():  # in training mode, too: DDP broadcasts the buffers
+        model(torch.ones(3, 4))
+        objects = [None, None]
+        dist.all_gather_object(objects, layers[1].running_mean.tolist())
+        dist.barrier()
+if objects[0] != objects[1]:
+    failures.append(f"buffers differ: {objects}")
+
+hvd.init()
+check(by_horovod)
+hvd.shutdown()
+dist.destroy_process_group()
+dist.init_process_group("gloo", store=dist.FileStore(os.environ["FOLDER"] + "/gloo", 2), rank=rank, world_size=2)
+native = tr.init("torch", name="native", timeout_s=60)
+check(by_native)
+say("result", failures=failures)
+"""
+
+
+def test_collectives_that_begin_in_inference_mode_end_anywhere(fleet, tmp_path):
+    workers = fleet.start(2, INFERENCE, FOLDER=str(tmp_path))
+    assert [worker.read("result", 60.0)["failures"] for worker in workers] == [[], []]
+    for worker in workers:
+        assert worker.wait() == 0, worker.errors()

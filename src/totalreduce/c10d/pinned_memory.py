@@ -14,6 +14,7 @@ from typing import final
 
 import torch
 
+from totalreduce.tensors.inference import writing
 from totalreduce.tensors.streams import SideStreams
 
 __all__ = ["Staged", "Stager"]
@@ -92,7 +93,7 @@ class Staged:
 
     def _copy_back(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> torch.cuda.Event:
         side = self._streams.of(device)
-        with self._streams.on(device), torch.no_grad():
+        with self._streams.on(device), writing(*tensors):
             for tensor in tensors:
                 tensor.copy_(self.host(tensor), non_blocking=True)
                 tensor.record_stream(side)

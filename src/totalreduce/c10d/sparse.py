@@ -8,6 +8,7 @@ from typing import final
 import torch
 
 from totalreduce.groups.group import Group
+from totalreduce.tensors.inference import write
 from totalreduce.tensors.work import Work
 
 __all__ = ["allreduce_sparse"]
@@ -49,5 +50,4 @@ class _SparseSum:
             total = torch.sparse_coo_tensor(
                 indices, values, self._tensor.shape, check_invariants=False, device=values.device
             )
-            with torch.no_grad():
-                self._tensor.copy_(total.coalesce())
+            write(self._tensor, total.coalesce())

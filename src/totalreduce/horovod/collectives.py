@@ -36,6 +36,7 @@ from totalreduce.horovod.compression import Compression, Compressor
 from totalreduce.horovod.context import Members, context
 from totalreduce.horovod.handles import Handle
 from totalreduce.horovod.process_sets import ProcessSet, global_process_set
+from totalreduce.tensors.inference import write, writing
 from totalreduce.tensors.work import Work
 
 
@@ -550,7 +551,8 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def _scale(tensors: Sequence[torch.Tensor], factor: float) -> None:
     for tensor in tensors if factor != 1.0 else ():
-        tensor.mul_(factor)
+        with writing(tensor):
+            tensor.mul_(factor)
 
 
 def _on_host(members: Members, tensor: torch.Tensor) -> torch.Tensor:
@@ -561,7 +563,7 @@ def _on_host(members: Members, tensor: torch.Tensor) -> torch.Tensor:
 def _copied_back(host: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Copy the result of an operation on ``host`` to the target, and return that."""
     if host.device != target.device:
-        target.copy_(host)
+        write(target, host)
     return target
 
 

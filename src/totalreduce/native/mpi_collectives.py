@@ -11,6 +11,7 @@ from totalreduce.foundation.errors import TotalReduceError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.native.collectives import NativeWork
 from totalreduce.native.reductions import check_parts, check_tensor, reduction_for
+from totalreduce.tensors.inference import write
 from totalreduce.transports.mpi import MPI, Communicator, reason
 
 __all__ = ["MpiCollectives"]
@@ -85,7 +86,7 @@ class MpiCollectives:
         def finish() -> None:
             reduction.finish()
             if wide is not part.dtype:
-                part.copy_(reduction.tensor)
+                write(part, reduction.tensor)
 
         def begin(comm: MPI.Intracomm) -> MPI.Request:
             return comm.Ireduce_scatter_block(source, target, mpi_op)

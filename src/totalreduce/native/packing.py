@@ -17,6 +17,7 @@ from totalreduce.foundation.types import OpKind, ReduceOp
 from totalreduce.kernels import divide
 from totalreduce.native.collectives import NativeCollectives, NativeWork
 from totalreduce.native.operation import NativeOperation
+from totalreduce.tensors.inference import write, writing
 from totalreduce.tensors.memory import is_plain
 from totalreduce.tensors.streams import SideStreams
 
@@ -231,7 +232,8 @@ class Packer:
 
         def after(tensor: torch.Tensor) -> None:
             if divisor > 1:
-                divide(tensor, divisor)
+                with writing(tensor):
+                    divide(tensor, divisor)
             _multiply(tensor, request.postscale)
 
         return before, after
@@ -354,7 +356,7 @@ class Packer:
                 values = f"{piece.numel()} elements", f"a place for {output.numel()}"
                 operation.error = MismatchError(operation.request.name, ranks, values)
                 return
-            output.detach().copy_(piece.view(output.shape))
+            write(output.detach(), piece.view(output.shape))
 
     def _buffer(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a fusion buffer of at least ``num_elements``, reused if possible."""
@@ -376,10 +378,11 @@ def _multiply(tensor: torch.Tensor, factor: float) -> None:
     """Multiply in place. Integers are multiplied as float64 and cut off, half types as float32 and rounded once."""
     if factor == 1.0:
         return
-    if tensor.is_floating_point():
-        tensor.mul_(factor)
-    else:
-        tensor.copy_((tensor.double() * factor).to(tensor.dtype))
+    with writing(tensor):
+        if tensor.is_floating_point():
+            tensor.mul_(factor)
+        else:
+            tensor.copy_((tensor.double() * factor).to(tensor.dtype))
 
 
 def _extreme(dtype: torch.dtype, *, largest: bool) -> float:
@@ -398,14 +401,15 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 def _copy_back(flat: torch.Tensor, tensor: torch.Tensor) -> Callable[[], None]:
     def finish() -> None:
         if not is_plain(tensor):
-            tensor.detach().copy_(flat.view(tensor.shape))
+            write(tensor.detach(), flat.view(tensor.shape))
 
     return finish
 
 
 def _copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    if any(tensor.is_neg() or tensor.is_conj() for tensor in (*targets, *sources)):  # torch cannot copy these at once
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
-    elif targets:
-        torch._foreach_copy_(list(targets), list(sources))
+    with writing(*targets):
+        if any(tensor.is_neg() or tensor.is_conj() for tensor in (*targets, *sources)):
+            for target, source in zip(targets, sources, strict=True):  # torch cannot copy these at once
+                target.copy_(source)
+        elif targets:
+            torch._foreach_copy_(list(targets), list(sources))

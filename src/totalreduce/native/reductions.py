@@ -10,6 +10,7 @@ import torch
 from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
 from totalreduce.foundation.types import DType, ReduceOp
 from totalreduce.kernels import divide, supports
+from totalreduce.tensors.inference import write, writing
 
 __all__ = ["Reduction", "check_parts", "check_tensor", "reduction_for"]
 
@@ -89,8 +90,9 @@ def reduction_for(
 
     def finish() -> None:
         if op is ReduceOp.AVG:
-            divide(work, world_size)
+            with writing(work):
+                divide(work, world_size)
         if work is not tensor:
-            tensor.copy_(work)
+            write(tensor, work)
 
     return Reduction(work, ReduceOp.SUM if op is ReduceOp.AVG else op, finish)

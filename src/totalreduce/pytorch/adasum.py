@@ -21,6 +21,7 @@ from totalreduce.groups.group import Group
 from totalreduce.pytorch.initial import Initial, begin_alike
 from totalreduce.pytorch.planning import ParameterSource
 from totalreduce.pytorch.wrapper import OptimizerWrapper
+from totalreduce.tensors.inference import write
 
 __all__ = ["Adasum", "AdasumOptimizer", "adasum_"]
 
@@ -205,7 +206,7 @@ class _Pack:
     def unpack(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy ``flat`` back to the tensors."""
         for index, begin, end in self.spans:
-            tensors[index].copy_(self.flat[begin:end].view(tensors[index].shape))
+            write(tensors[index], self.flat[begin:end].view(tensors[index].shape))
 
     def _parts(self) -> Iterator[tuple[int, slice]]:
         """Yield the tensors of which the piece has a part, and the slice of the piece."""

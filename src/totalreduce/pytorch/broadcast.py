@@ -18,6 +18,7 @@ from totalreduce.groups.encoding import decode, empty_tensors, encode
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.wrapper import OptimizerWrapper
 from totalreduce.tensors.dtypes import problem_of_layout
+from totalreduce.tensors.inference import outside_inference_mode, write
 from totalreduce.tensors.work import Work
 
 __all__ = [
@@ -59,6 +60,7 @@ def broadcast_parameters(model: torch.nn.Module | Mapping[str, torch.Tensor], gr
     broadcast_tensors(list(distinct.values()), group, root, "broadcast_parameters")
 
 
+@outside_inference_mode
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, group: Group, root: int = 0) -> None:
     """Copy the root's optimizer state and hyper-parameters to all ranks. Collective.
 
@@ -151,7 +153,7 @@ def _receive(work: Work, buffer: torch.Tensor, piece: list[torch.Tensor], *, is_
     work.wait()
     if not is_root:
         for slot, tensor in zip(slots_of(buffer, piece), piece, strict=True):
-            tensor.copy_(slot)
+            write(tensor, slot)
 
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -16,6 +16,7 @@ import torch
 
 from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
 from totalreduce.pytorch.tail import Tail, TailLayout
+from totalreduce.tensors.inference import outside_inference_mode, version_of
 from totalreduce.tensors.work import Work
 
 __all__ = ["Bucket", "BucketSpec", "ParameterSpec", "WireFormat", "plan_buckets"]
@@ -280,6 +281,7 @@ class Bucket:
         self.work: Work | None = None
         self._complete = False
 
+    @outside_inference_mode
     def _make(self) -> _Memory:
         return _Memory(self.spec, self.specs, self._empty, self.parameters[0].device, self._wire)
 
@@ -298,7 +300,7 @@ class Bucket:
         for parameter in self.parameters:
             grad = None if empty else parameter.grad
             self.local.append(grad)
-            self._versions.append(0 if grad is None else grad._version)
+            self._versions.append(0 if grad is None else version_of(grad))
 
     def release(self) -> None:
         """Let go of the remembered gradients."""
@@ -308,21 +310,23 @@ class Bucket:
         """Whether a parameter has another gradient than the remembered one, or that one was changed in place."""
         for position, parameter in enumerate(self.parameters):
             grad = self.local[position]
-            if parameter.grad is not grad or (grad is not None and grad._version != self._versions[position]):
+            if parameter.grad is not grad or (grad is not None and version_of(grad) != self._versions[position]):
                 return True
         return False
 
     def overwritten(self) -> bool:
         """Whether a remembered gradient was changed in place."""
         return any(
-            grad is not None and grad._version != version
+            grad is not None and version_of(grad) != version
             for grad, version in zip(self.local, self._versions, strict=True)
         )
 
     def same_local(self, position: int) -> bool:
         """Whether the parameter at ``position`` still has the remembered gradient, unchanged."""
         grad = self.local[position]
-        return grad is not None and self.parameters[position].grad is grad and grad._version == self._versions[position]
+        return (
+            grad is not None and self.parameters[position].grad is grad and version_of(grad) == self._versions[position]
+        )
 
     def pack(self, changed: Collection[int] = (), *, joined: bool = False, again: bool = False) -> torch.Tensor:
         """Copy the remembered gradients and this rank's flags into the flat tensor, and return that.

@@ -27,6 +27,7 @@ from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.hooks import HookHandles, WeakHook, has_step_hooks
 from totalreduce.pytorch.order import ForwardOrder
+from totalreduce.tensors.inference import outside_inference_mode
 
 __all__ = ["DeferredBuckets", "DeferredUpdates", "Update"]
 
@@ -251,6 +252,7 @@ class DeferredUpdates:
             self._forget = None
 
     @torch.no_grad()
+    @outside_inference_mode
     def _apply_bucket(self, index: int) -> None:
         """Wait for one bucket and update its parameters."""
         updates = self._buckets.take(index)

@@ -17,6 +17,7 @@ from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.pytorch.buckets import ParameterSpec
 from totalreduce.pytorch.sizes import even_bucket_elements
 from totalreduce.sparse.session import BucketShape
+from totalreduce.tensors.inference import outside_inference_mode
 
 __all__ = [
     "CompressedPlan",
@@ -197,6 +198,7 @@ class Residuals:
         self.velocities: dict[torch.nn.Parameter, torch.Tensor] = {}
         self.spare_velocities: dict[torch.nn.Parameter, torch.Tensor] = {}
 
+    @outside_inference_mode
     def of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """Return the residual of a parameter; zeros at first."""
         if parameter not in self.kept:
@@ -214,6 +216,7 @@ class Residuals:
             },
         }
 
+    @outside_inference_mode
     def load(self, plan: CompressedPlan, states: Sequence[Mapping[str, Mapping[str, torch.Tensor]]]) -> None:
         """Set residuals and velocities to the sums of some ranks' states, or to nothing without states.
 

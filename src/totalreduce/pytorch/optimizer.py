@@ -62,6 +62,7 @@ from totalreduce.pytorch.wrapper import OptimizerWrapper
 from totalreduce.runner.meter import Figure
 from totalreduce.sparse.session import Method, Report
 from totalreduce.strategies.strategy import Strategy
+from totalreduce.tensors.inference import version_of
 
 if TYPE_CHECKING:
     from totalreduce.pytorch.local_steps import LocalSteps
@@ -144,12 +145,12 @@ def _note_local_gradient(
 def _gradients(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
     """Return the optimizer's parameters that have gradients, the gradients, and their versions."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return [(each, each.grad, each.grad._version) for each in parameters if each.grad is not None]
+    return [(each, each.grad, version_of(each.grad)) for each in parameters if each.grad is not None]
 
 
 def _unchanged(gradients: list[tuple[torch.Tensor, torch.Tensor, int]]) -> bool:
     """Whether all parameters still have the gradients that ``_gradients`` returned, not changed in place."""
-    return all(each.grad is grad and grad._version == version for each, grad, version in gradients)
+    return all(each.grad is grad and version_of(grad) == version for each, grad, version in gradients)
 
 
 class DistributedOptimizer(OptimizerWrapper):

@@ -14,6 +14,7 @@ from totalreduce.foundation.errors import ConfigurationError, PlanMismatchError
 from totalreduce.foundation.partition import parts_of_range
 from totalreduce.groups.group import Group
 from totalreduce.kernels.arrays import Array
+from totalreduce.tensors.inference import write
 
 __all__ = ["ModelReplica", "check_equal"]
 
@@ -127,7 +128,7 @@ class ModelReplica:
         begin = 0
         for tensor in tensors:
             part = torch.from_numpy(values[begin : begin + tensor.numel()])
-            tensor.copy_(part.view(tensor.shape))
+            write(tensor, part.view(tensor.shape))
             begin += tensor.numel()
 
 

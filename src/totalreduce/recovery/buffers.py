@@ -11,6 +11,8 @@ from typing import final
 
 import torch
 
+from totalreduce.tensors.inference import outside_inference_mode, version_of, write
+
 __all__ = ["BufferRow", "KeptBuffers", "buffer_places"]
 
 #: The most elements of a buffer that is copied in every block.
@@ -54,6 +56,7 @@ class BufferRow:
         self._places, self._takes = places, takes
         self._lay_out()
 
+    @outside_inference_mode
     def _lay_out(self) -> None:
         #: Of each place: its buffer, and where the memory of that is. If one of them is another, so is the layout.
         self._seen = [(buffers, key, buffers[key], _address(buffers[key])) for _, buffers, key in self._places]
@@ -78,6 +81,7 @@ class BufferRow:
             self._parts += [plain.view(-1).view(torch.uint8), torch.zeros(gap, dtype=torch.uint8, device="cpu")]
             self.num_bytes += plain.nbytes + gap
 
+    @outside_inference_mode
     def copy(self, row: torch.Tensor | None = None) -> torch.Tensor:
         """Copy the buffers into a row, and return it: the given one, unless the layout is another one by now."""
         for buffers, key, buffer, address in self._seen:
@@ -140,7 +144,7 @@ class KeptBuffers:
             for name, buffer in self.named():
                 kept = self._large.get(name)
                 if not _is_small(buffer) and (kept is None or _differs(kept, buffer)):
-                    self._large[name] = (buffer.detach().clone(), buffer._version)
+                    self._large[name] = (buffer.detach().clone(), version_of(buffer))
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -153,11 +157,11 @@ class KeptBuffers:
                 buffers[key] = kept.to(buffer.device, copy=True)  # the program has put another one there
         for name, buffer in self.named():
             if name in small:
-                buffer.copy_(small[name])
+                write(buffer, small[name])
             elif name in self._large and _differs(self._large[name], buffer):
                 kept, _ = self._large[name]
-                buffer.copy_(kept)
-                self._large[name] = (kept, buffer._version)
+                write(buffer, kept)
+                self._large[name] = (kept, version_of(buffer))
 
     def changed(self) -> dict[str, torch.Tensor]:
         """Return the buffers that some block has changed."""
@@ -181,7 +185,7 @@ class KeptBuffers:
         """Set buffers to those that ``changed`` has returned in another process."""
         buffers = dict(self.named())
         for name, tensor in tensors.items():
-            buffers[name].copy_(tensor)
+            write(buffers[name], tensor)
         self._changed |= tensors.keys()
 
 
@@ -192,4 +196,6 @@ def _is_small(buffer: torch.Tensor) -> bool:
 def _differs(kept: tuple[torch.Tensor, int], buffer: torch.Tensor) -> bool:
     """Whether a large buffer may have other values than its copy."""
     copy, version = kept
-    return version != buffer._version or copy.shape != buffer.shape or copy.dtype != buffer.dtype
+    if buffer.is_inference():  # torch counts nothing
+        return True
+    return version != version_of(buffer) or copy.shape != buffer.shape or copy.dtype != buffer.dtype

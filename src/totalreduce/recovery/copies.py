@@ -31,6 +31,7 @@ from totalreduce.recovery.replicas import gather_lengths
 from totalreduce.recovery.resharding import Held, Source, choose, distances
 from totalreduce.recovery.snapshots import Snapshots, share_token
 from totalreduce.recovery.state import State
+from totalreduce.tensors.inference import outside_inference_mode
 from totalreduce.tensors.work import Work
 
 __all__ = ["ShardCopies"]
@@ -280,6 +281,7 @@ class ShardCopies:
         self._spare_rows = [row for each in self._versions[-2:-1] for row in each.rows.values()]
         self._versions = self._versions[-1:]
 
+    @outside_inference_mode
     def _row(self, num_bytes: int) -> torch.Tensor:
         """Return memory for a packed part, of a version that was given up if that is long enough."""
         for index, row in enumerate(self._spare_rows):

@@ -47,6 +47,7 @@ from totalreduce.recovery.membership import Decision, Member, number_in, reading
 from totalreduce.recovery.replay import Call, Entry, Parcel, ReplayLog, Standing, Versions, plan_parcels
 from totalreduce.recovery.replicas import Replicas
 from totalreduce.tensors.dtypes import dtype_of
+from totalreduce.tensors.inference import write
 
 __all__ = ["ReplayedJob", "replayed"]
 
@@ -238,8 +239,8 @@ class ReplayedJob:
             group.control.allreduce(result, name="replay/allreduce", op=op).wait()
             return result
 
-        with torch.no_grad():
-            return tensor.copy_(self._call(call, run, prepare))
+        write(tensor, self._call(call, run, prepare))
+        return tensor
 
     def broadcast(self, tensor: torch.Tensor, *, root: int = 0, name: str = "") -> torch.Tensor:
         """Copy the root's tensor into the tensors of all ranks; return the tensor. Raises as for ``allreduce``."""
@@ -251,8 +252,8 @@ class ReplayedJob:
             group.control.broadcast(result, root=root, name="replay/broadcast")
             return result
 
-        with torch.no_grad():
-            return tensor.copy_(self._call(call, run))
+        write(tensor, self._call(call, run))
+        return tensor
 
     def allgather(self, tensor: torch.Tensor, *, name: str = "") -> torch.Tensor:
         """Return the tensors of all ranks, of equal shapes, in a new first dimension. Raises as for ``allreduce``."""

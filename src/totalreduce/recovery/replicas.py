@@ -29,6 +29,7 @@ from totalreduce.recovery.membership import Decision
 from totalreduce.recovery.optimizers import Optimizers
 from totalreduce.recovery.state import State
 from totalreduce.recovery.vote import Vote
+from totalreduce.tensors.inference import outside_inference_mode
 from totalreduce.tensors.work import Work
 
 __all__ = ["Exchange", "OwnState", "Replicas", "gather_lengths", "send_row"]
@@ -46,6 +47,7 @@ _OTHER_SHAPES = "the model's buffers have other shapes than when the job began: 
 class _BufferRows:
     """The buffers of all ranks, each as a row of bytes: an allgather that is prepared once."""
 
+    @outside_inference_mode
     def __init__(self, layout: BufferRow, group: Group) -> None:
         """Make the rows. Nothing is sent."""
         self._layout = layout

@@ -19,6 +19,7 @@ from totalreduce.recovery.buffers import BufferRow, KeptBuffers
 from totalreduce.recovery.dealing import Dealer
 from totalreduce.recovery.sampler import ElasticSampler
 from totalreduce.recovery.stream import ElasticStream
+from totalreduce.tensors.inference import write
 
 __all__ = ["State", "Stateful", "load_object"]
 
@@ -285,7 +286,7 @@ class State:
             )
         with torch.no_grad():
             for name, tensor in self._tensors().items():
-                tensor.copy_(shared["model"][name])
+                write(tensor, shared["model"][name])
         for name, inner in self._inners.items():
             inner.load_state_dict(shared["optimizers"][name])
         for name in self._names:

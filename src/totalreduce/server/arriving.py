@@ -16,6 +16,7 @@ from totalreduce.kernels.arrays import Array
 from totalreduce.pytorch.deferred import Update
 from totalreduce.server.connection import Ticket
 from totalreduce.server.rows import ModelRows
+from totalreduce.tensors.inference import version_of
 
 __all__ = ["ArrivingBuckets", "await_all"]
 
@@ -85,7 +86,7 @@ class ArrivingBuckets:
         self._common, self._flush = common, flush
         if self._flags is not None:
             gradients = ((number, parameter.grad) for number, parameter in enumerate(self.parameters))
-            self._used = {number: (each, each._version) for number, each in gradients if each is not None}
+            self._used = {number: (each, version_of(each)) for number, each in gradients if each is not None}
         for index in self.by_urgency:
             self._tickets[index] = [pull_range(*run) for run in self._rows.runs_of(self.buckets_members[index])]
 
@@ -114,7 +115,7 @@ class ArrivingBuckets:
     def _is_unchanged(self, number: int) -> bool:
         """Return whether a parameter still has the gradient with which the step ended."""
         gradient, version = self._used.get(number, (None, 0))
-        return gradient is not None and self.parameters[number].grad is gradient and gradient._version == version
+        return gradient is not None and self.parameters[number].grad is gradient and version_of(gradient) == version
 
     def release(self, index: int) -> None:
         """Note that nothing is left to do for a bucket."""

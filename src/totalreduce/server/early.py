@@ -7,6 +7,8 @@ from typing import final
 
 import torch
 
+from totalreduce.tensors.inference import version_of
+
 __all__ = ["EarlyBuckets"]
 
 
@@ -57,7 +59,7 @@ class EarlyBuckets:
         if number in self._seen:  # another backward pass of the same step
             self._is_changed = True
         gradient = self._parameters[number].grad
-        self._seen[number] = gradient, -1 if gradient is None else gradient._version
+        self._seen[number] = gradient, -1 if gradient is None else version_of(gradient)
         while self._next < len(self._buckets) and all(each in self._seen for each in self._buckets[self._next]):
             if self._may_leave():
                 yield self._buckets[self._next]
@@ -84,7 +86,7 @@ class EarlyBuckets:
             return True
         for number, (gradient, version) in self._seen.items():
             present = self._parameters[number].grad
-            if present is not gradient or (present is not None and present._version != version):
+            if present is not gradient or (present is not None and version_of(present) != version):
                 return True
         return False
 

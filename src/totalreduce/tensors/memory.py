@@ -24,6 +24,7 @@ from totalreduce.foundation.errors import (
     TotalReduceError,
     UnsupportedError,
 )
+from totalreduce.tensors.inference import write
 from totalreduce.tensors.storage import StorageHold
 
 __all__ = ["MemoryInFlight", "Operands", "Place", "is_plain"]
@@ -134,11 +135,11 @@ class Operands:
         if writes:
             self._check_place(plain)
         dense = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
-        self.preparations.append(lambda: dense.copy_(plain))
+        self.preparations.append(lambda: write(dense, plain))
         if plain.numel():
             span = _strided_span(plain)
             if writes:
-                self._copies_back.append(lambda: plain.copy_(dense))
+                self._copies_back.append(lambda: write(plain, dense))
                 self._results.append((tensor, span.start, tensor.nbytes))
                 self.writes.append(span)
             else:
@@ -275,7 +276,7 @@ class Operands:
         plain = source.detach()
         if plain.data_ptr():  # a tensor that is known to be zero has no memory
             self.first_reads.append(_strided_span(plain))
-        self.preparations.append(functools.partial(row.view(plain.shape).copy_, plain))
+        self.preparations.append(functools.partial(write, row.view(plain.shape), plain))
 
     def _bytes(self, tensor: torch.Tensor) -> memoryview:
         """Return the bytes of a contiguous tensor, without NumPy, which would cost an operation some 10 µs."""

@@ -18,6 +18,7 @@ from totalreduce.pytorch.optimizer import DistributedOptimizer
 from totalreduce.recovery.forming import send_state
 from totalreduce.recovery.runs import Run
 from totalreduce.recovery.state import Stateful, load_object
+from totalreduce.tensors.inference import write
 
 __all__ = ["ElasticRun", "HostsUpdatedInterrupt", "ObjectState", "Progress", "State", "TorchState", "progress_of"]
 
@@ -324,7 +325,8 @@ def _copied(value: Any, known: Any = None) -> Any:
     """Return a copy of a nested value. Tensors are copied into those of ``known`` where these have the same shape."""
     if isinstance(value, torch.Tensor):
         if _is_alike(value, known):
-            return known.copy_(value.detach())
+            write(known, value.detach())
+            return known
         return value.detach().clone()
     if type(value) is dict:
         of_key = known if type(known) is dict else {}
