@@ -1,5 +1,7 @@
 """torch.distributed, and what is built on it, beneath modes of torch: default devices and dtypes, inference."""
 
+import pytest
+
 #: Every door takes and returns tensors that name device and dtype. The results must not depend on torch's defaults.
 DEFAULTS = """
 import contextlib
@@ -304,5 +306,298 @@ say("result", failures=failures)
 def test_collectives_that_begin_in_inference_mode_end_anywhere(fleet, tmp_path):
     workers = fleet.start(2, INFERENCE, FOLDER=str(tmp_path))
     assert [worker.read("result", 60.0)["failures"] for worker in workers] == [[], []]
+    for worker in workers:
+        assert worker.wait() == 0, worker.errors()
+
+
+#: What modes, the profiler and autograd see of a call must be what they see of gloo's.
+OBSERVED = """
+import warnings
+from datetime import timedelta
+import torch.distributed._functional_collectives as functional
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+warnings.simplefilter("ignore")
+dist.init_process_group("totalreduce", timeout=timedelta(seconds=60))
+ours, gloo = dist.group.WORLD, dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
+differences = []
+
+def mine(*shape):
+    return torch.full(shape or (4,), rank + 1.0)
+
+# Each returns the tensors with results, made by ``make`` before the mode begins, and makes the call.
+
+def all_reduce(group):
+    x = mine()
+    return [x], lambda: dist.all_reduce(x, group=group)
+
+def strided(group):
+    x = mine(3, 2).t()
+    return [x], lambda: dist.all_reduce(x, group=group)
+
+def asynchronous(group):
+    x = mine()
+    return [x], lambda: dist.all_reduce(x, group=group, async_op=True).wait()
+
+def maximum(group):
+    x = mine()
+    return [x], lambda: dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
+
+def coalesced(group):
+    xs = [mine(), mine(2)]
+    def call():
+        with dist._coalescing_manager(group):
+            for x in xs:
+                dist.all_reduce(x, group=group)
+    return xs, call
+
+def gathers_coalesced(group):
+    wholes, parts = [torch.zeros(8), torch.zeros(4)], [mine(), mine(2)]
+    def call():
+        with dist._coalescing_manager(group):
+            for whole, part in zip(wholes, parts):
+                dist.all_gather_into_tensor(whole, part, group=group)
+    return wholes, call
+
+def scatters_coalesced(group):
+    parts, wholes = [torch.zeros(2), torch.zeros(1)], [mine(), mine(2)]
+    def call():
+        with dist._coalescing_manager(group):
+            for part, whole in zip(parts, wholes):
+                dist.reduce_scatter_tensor(part, whole, group=group)
+    return parts, call
+
+def broadcast(group):
+    x = mine()
+    return [x], lambda: dist.broadcast(x, 1, group=group)
+
+def reduce(group):
+    x = mine()
+    return [x] * (rank == 1), lambda: dist.reduce(x, 1, group=group)
+
+def all_gather(group):
+    x, outputs = mine(), [torch.zeros(4) for _ in range(2)]
+    return outputs, lambda: dist.all_gather(outputs, x, group=group)
+
+def all_gather_into_tensor(group):
+    x, output = mine(), torch.zeros(8)
+    return [output], lambda: dist.all_gather_into_tensor(output, x, group=group)
+
+def reduce_scatter(group):
+    xs, output = [mine(), mine()], torch.zeros(4)
+    return [output], lambda: dist.reduce_scatter(output, xs, group=group)
+
+def reduce_scatter_tensor(group):
+    x, output = mine(), torch.zeros(2)
+    return [output], lambda: dist.reduce_scatter_tensor(output, x, group=group)
+
+def all_to_all(group):
+    xs, outputs = [mine(), mine()], [torch.zeros(4) for _ in range(2)]
+    return outputs, lambda: dist.all_to_all(outputs, xs, group=group)
+
+def all_to_all_single(group):
+    x, output = mine(), torch.zeros(4)
+    return [output], lambda: dist.all_to_all_single(output, x, group=group)
+
+def gather(group):
+    x, outputs = mine(), [torch.zeros(4) for _ in range(2)] if rank == 1 else None
+    return outputs or [], lambda: dist.gather(x, outputs, 1, group=group)
+
+def scatter(group):
+    output, xs = torch.zeros(4), [mine(), mine()] if rank == 1 else None
+    return [output], lambda: dist.scatter(output, xs, 1, group=group)
+
+def message(group):
+    x = mine()
+    return [x], lambda: dist.send(x, 1, group=group) if rank == 0 else dist.recv(x, 0, group=group)
+
+def any_message(group):
+    x = mine()
+    return [x], lambda: dist.send(x, 1, group=group) if rank == 0 else dist.recv(x, group=group)
+
+def barrier(group):
+    return [], lambda: dist.barrier(group)
+
+def monitored(group):
+    return [], lambda: dist.monitored_barrier(group, timedelta(seconds=60))
+
+def sparse(group):
+    x = torch.sparse_coo_tensor([[rank]], [1.0], (4,), check_invariants=False)
+    return [x], lambda: dist.all_reduce(x, group=group)
+
+def objects(group):
+    found = [None, None]
+    return [], lambda: dist.all_gather_object(found, rank, group=group)
+
+def functionals(group):
+    x, results = mine(), [torch.zeros(4), torch.zeros(8), torch.zeros(2)]
+    def call():
+        results[0].copy_(functional.all_reduce(x, "sum", group))
+        results[1].copy_(functional.all_gather_tensor(x, 0, group))
+        results[2].copy_(functional.reduce_scatter_tensor(x, "sum", 0, group))
+    return results, call
+
+def sharded_tensor(group):
+    x, result = torch.arange(4.0), torch.zeros(4)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    def call():
+        part = distribute_tensor(x, mesh, [Shard(0)])
+        result.copy_(part.redistribute(mesh, [Replicate()]).to_local())
+    return [result], call
+
+def linear():
+    layer = torch.nn.Linear(4, 4)
+    for parameter in layer.parameters():
+        torch.nn.init.constant_(parameter, 0.5)
+    return layer
+
+def replicated(group):
+    layer = linear()
+    def call():
+        DistributedDataParallel(layer, process_group=group)(mine(2, 4)).sum().backward()
+    layer.weight.grad = torch.zeros(4, 4)
+    return [layer.weight.grad], call
+
+def fsdp(group):
+    model = fully_shard(linear(), mesh=DeviceMesh.from_group(group, "cpu"))
+    return [], lambda: model(mine(2, 4)).sum().backward()
+
+DOORS = (all_reduce, strided, asynchronous, maximum, coalesced, gathers_coalesced, scatters_coalesced, broadcast,
+         reduce, all_gather, all_gather_into_tensor, reduce_scatter, reduce_scatter_tensor, all_to_all,
+         all_to_all_single, gather, scatter, message, any_message, barrier, monitored, sparse, objects, functionals,
+         sharded_tensor, replicated, fsdp)
+
+def shown(value):
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}{list(value.shape)}"
+    return [shown(each) for each in value] if isinstance(value, (list, tuple)) else type(value).__name__
+
+class Seen(TorchDispatchMode):
+    # The operators of c10d that a mode sees, their arguments and results, and whether they name the process group.
+    def __init__(self, group):
+        super().__init__()
+        self.group, self.seen = group, []
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            [at] = [index for index, each in enumerate(func._schema.arguments) if each.name == "process_group"]
+            self.seen.append((str(func), dist.ProcessGroup.unbox(args[at]) is self.group, shown(args), shown(result)))
+        return result
+
+def values(tensors):
+    return [(tensor.to_dense() if tensor.is_sparse else tensor).tolist() for tensor in tensors]
+
+def compare(what, by_gloo, by_ours):
+    if by_gloo != by_ours:
+        differences.append(f"{what}: {by_gloo} with gloo, {by_ours} with totalreduce")
+
+def counted(group, door):
+    tensors, call = door(group)
+    with CommDebugMode() as mode:
+        call()
+    return {str(key): count for key, count in mode.get_comm_counts().items()}, values(tensors)
+
+def logged(group, door):
+    from torch.utils._debug_mode import DebugMode
+    tensors, call = door(group)
+    with DebugMode() as mode:
+        call()
+    lines = [line for line in mode.debug_string().splitlines() if "c10d" in line]
+    name = f", {group.group_name})"
+    return [line.replace(name, ", GROUP)") if "_functional" in line else line for line in lines], values(tensors)
+
+def seen(group, door):
+    tensors, call = door(group)
+    with Seen(group) as outer, Seen(group) as inner:
+        call()
+    return outer.seen, inner.seen, values(tensors)
+
+def profiled(group, door):
+    tensors, call = door(group)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        call()
+    return sorted(event.name for event in profiler.events() if event.name.startswith("c10d::")), values(tensors)
+
+def changed(group, door):
+    tensors, call = door(group)
+    before = [tensor._version for tensor in tensors]
+    call()
+    return [tensor._version > version for tensor, version in zip(tensors, before)]
+
+LOOKS = (logged,) if os.environ.get("LOOK") == "logged" else (counted, seen, profiled)
+for door in DOORS:
+    for look in LOOKS:
+        compare(f"{look.__name__} {door.__name__}", look(gloo, door), look(ours, door))
+    if any(there and not here for there, here in zip(changed(gloo, door), changed(ours, door))):
+        differences.append(f"{door.__name__} does not count as a change")
+
+# Without values: fake tensors, within their mode and outside of it, and graphs of them.
+
+def faked(group, door):
+    with FakeTensorMode():
+        tensors, call = door(group)
+        call()
+    return [(type(tensor).__name__, tuple(tensor.shape)) for tensor in tensors]
+
+for door in (all_reduce, strided, coalesced, broadcast, reduce, all_gather, all_gather_into_tensor,
+             reduce_scatter_tensor, all_to_all_single, gather, scatter, message, barrier, monitored):
+    try:
+        wanted = faked(gloo, door)
+    except Exception:  # torch has no kernel for it
+        continue
+    compare(f"fake {door.__name__}", wanted, faked(ours, door))
+
+def graph(group, **options):
+    def program(x):
+        dist.all_reduce(x, group=group)
+        return x + 1
+    return make_fx(program, **options)(mine()).code
+
+compare("a graph", graph(gloo, tracing_mode="fake"), graph(ours, tracing_mode="fake"))
+try:
+    graph(ours)
+    differences.append("a graph with real tensors is recorded")
+except Exception as error:
+    text = f"{type(error).__name__}: {error}"
+    if "tracing_mode='fake'" not in text:
+        differences.append(text)
+
+# Tensors whose class carries operators out.
+
+def wrapped(group):
+    fake = FakeTensorMode().from_tensor(mine())
+    two, later = TwoTensor(mine(), mine() * 10), functional.all_reduce(mine(), "sum", group)
+    for x in (fake, two, later):
+        dist.all_reduce(x, group=group)
+    gathered = [torch.zeros(4), torch.zeros(4)]
+    dist.all_gather(gathered, functional.all_reduce(mine(), "sum", group), group=group)
+    return two.a.tolist(), two.b.tolist(), (later + 0).tolist(), [each.tolist() for each in gathered]
+
+compare("wrapped tensors", wrapped(gloo), wrapped(ours))
+sum_of_two, listed = mine(), mine()
+with CommDebugMode() as mode:  # calls with bare values in the place of options
+    ours.allreduce(sum_of_two, dist.ReduceOp.MAX).wait()
+    ours.broadcast(listed, root=1).wait()
+    ours.barrier().wait()
+compare("bare values", [2, [2.0] * 4, [2.0] * 4], [mode.get_total_counts(), sum_of_two.tolist(), listed.tolist()])
+say("result", differences=differences)
+"""
+
+
+@pytest.mark.parametrize("look", ["others", pytest.param("logged", marks=pytest.mark.slow)])
+def test_observers_see_what_they_see_of_gloo(fleet, look):
+    """``logged`` is ``DebugMode``, which imports torch's compiler."""
+    fleet.preload("torch.distributed.fsdp", "torch.distributed.tensor.debug", "torch.testing._internal.two_tensor")
+    workers = fleet.start(2, OBSERVED, LOOK=look)
+    assert [worker.read("result", 60.0)["differences"] for worker in workers] == [[], []]
     for worker in workers:
         assert worker.wait() == 0, worker.errors()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import increment_version
 
 from totalreduce.c10d.callbacks import Callbacks
 from totalreduce.c10d.names import BACKEND_NAME
@@ -26,6 +28,7 @@ __all__ = [
     "Tensors",
     "arithmetic_view",
     "one_list",
+    "operator_event",
     "options_for",
     "reduce_op_of",
     "reduction_of",
@@ -34,6 +37,24 @@ __all__ = [
     "split_sizes",
 ]
 
+#: The operators by which torch calls gloo's collectives, by the names of events; tools look for them in a profile.
+_OPERATORS = {
+    "all_reduce": "allreduce_",
+    "reduce": "reduce_",
+    "reduce_scatter": "reduce_scatter_",
+    "broadcast": "broadcast_",
+    "all_gather": "allgather_",
+    "gather": "gather_",
+    "scatter": "scatter_",
+    "all_to_all": "alltoall_",
+    "barrier": "barrier",
+    "send": "send",
+    "recv": "recv_",
+    "recvAnySource": "recv_any_source_",
+}
+#: Collectives after which autograd finds the outputs changed, as with gloo: these are other tensors than the inputs.
+#: Results are written without torch, which would count the change.
+_COUNTED = frozenset({"all_gather", "gather", "reduce_scatter", "all_to_all"})
 #: One tensor or, as c10d has it, a list of one.
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 #: From a tensor to its counterpart in host memory.
@@ -84,6 +105,7 @@ class Calls:
         *,
         shown: Sequence[torch.Tensor] | None = None,
         timeout: timedelta | None = None,
+        operator: str = "",
     ) -> OperationWork:
         """Submit a collective.
 
@@ -96,13 +118,22 @@ class Calls:
             writes: Tensors that it writes on this rank.
             shown: Tensors that the profiler shows; by default ``reads``.
             timeout: Its deadline, instead of that of the options.
+            operator: The operator of c10d, for the profiler; by default the one that ``title`` has alone.
         """
         self.count += 1
+        if title in _COUNTED or len(writes) > 1:
+            increment_version(writes)
+        operator = operator or _OPERATORS[title]
         title = f"{BACKEND_NAME}:{title}"
         record = begin_record(title, reads if shown is None else shown)
         staged = self._stager.stage(reads, writes)
+        host = _as_is if staged is None else staged.host
         try:
-            works = submit(_as_is if staged is None else staged.host)
+            if record is None:
+                works = submit(host)
+            else:
+                with operator_event(operator):
+                    works = submit(host)
         except TotalReduceError as error:
             if record is not None:
                 record.end()
@@ -126,7 +157,8 @@ class Calls:
         begin = time.monotonic()
         title = f"{BACKEND_NAME}:sparse_all_reduce"
         try:
-            works, finish = allreduce_sparse(self._group, tensor, timeout_s)
+            with operator_event("allreduce_"):
+                works, finish = allreduce_sparse(self._group, tensor, timeout_s)
         except TotalReduceError as error:
             raise as_torch_error(error, title) from error
         left_s = timeout_s - (time.monotonic() - begin)
@@ -148,7 +180,8 @@ class Calls:
                 for output, tensor in zip(outputs, inputs, strict=True)
             ]
 
-        return self.start("reduce_scatter", opts, submit, result, inputs, outputs)
+        operator = "_reduce_scatter_base_" if result is not outputs else "reduce_scatter_tensor_coalesced_"
+        return self.start("reduce_scatter", opts, submit, result, inputs, outputs, operator=operator)
 
     def all_gather_singles(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any, result: Any
@@ -164,20 +197,35 @@ class Calls:
             pairs = zip(outputs, inputs, strict=True)
             return [self._group.allgather(host(output), host(tensor)) for output, tensor in pairs]
 
-        return self.start("all_gather", opts, submit, result, inputs, outputs)
+        operator = "_allgather_base_" if result is not outputs else "allgather_into_tensor_coalesced_"
+        return self.start("all_gather", opts, submit, result, inputs, outputs, operator=operator)
+
+
+def operator_event(operator: str) -> AbstractContextManager[object]:
+    """Return a context that torch's profiler shows as an operator of c10d."""
+    return torch._C._profiler._RecordFunctionFast(f"c10d::{operator}")
 
 
 def _as_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def options_for(opts: Any, kind: Any) -> Any:
-    """Return options for another back end: the given ones, or options of ``kind`` made from a bare reduction."""
+def options_for(opts: Any, kind: Any, *, op: Any = None, root: int | None = None) -> Any:
+    """Return options for a group written in C++: the given ones, or options of ``kind`` made from bare values.
+
+    Args:
+        opts: The options, or a reduction or a root in their place.
+        kind: The class of the options.
+        op: The reduction, if it was named.
+        root: The root's rank in the group.
+    """
     if hasattr(opts, "timeout"):
         return opts
     made = kind()
-    if opts is not None:
-        made.reduceOp = opts
+    if hasattr(made, "reduceOp"):
+        made.reduceOp = reduce_op_of(opts) if op is None else op
+    if root is not None:
+        made.rootRank = root
     return made
 
 

@@ -14,7 +14,7 @@ from typing import final
 
 import torch
 
-from totalreduce.tensors.inference import writing
+from totalreduce.tensors.modes import writing
 from totalreduce.tensors.streams import SideStreams
 
 __all__ = ["Staged", "Stager"]

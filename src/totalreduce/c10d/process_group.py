@@ -25,6 +25,7 @@ from totalreduce.c10d.calls import (
     Tensors,
     arithmetic_view,
     one_list,
+    operator_event,
     options_for,
     reduce_op_of,
     reduction_of,
@@ -32,6 +33,7 @@ from totalreduce.c10d.calls import (
     single_tensor,
     split_sizes,
 )
+from totalreduce.c10d.dispatched import PLAIN, Dispatched, carries_out, num_modes
 from totalreduce.c10d.monitored import monitored_barrier
 from totalreduce.c10d.names import BACKEND_NAME
 from totalreduce.c10d.work import seconds_of
@@ -130,7 +132,7 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
         def submit(host: Host) -> list[Work]:
             return [self.group.allreduce(arithmetic_view(host(tensor), op), op=op) for tensor in listed]
 
-        return self._start("all_reduce", opts, submit, listed, listed, listed)
+        return self._start("all_reduce", opts, submit, listed, listed, listed, operator="allreduce_coalesced_")
 
     def reduce(
         self, tensors: Tensors, opts: Any = None, op: Any = None, timeout: timedelta | None = None, **root: int
@@ -138,7 +140,7 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
         """Reduce in place on the root; the tensors of the other ranks do not change."""
         tensor, root_rank = single_tensor(tensors, "reduce"), root_of(opts, root)
         if other := self._other(tensor):
-            return other.reduce([tensor], opts)
+            return other.reduce([tensor], options_for(opts, c10d.ReduceOptions, op=op, root=root_rank))
         kind = reduction_of(reduce_op_of(opts) if op is None else op)
 
         def submit(host: Host) -> list[Work]:
@@ -183,7 +185,7 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
         """Broadcast the root's tensor, in place."""
         tensor, root_rank = single_tensor(tensors, "broadcast"), root_of(opts, root)
         if other := self._other(tensor):
-            return other.broadcast([tensor], opts)
+            return other.broadcast([tensor], options_for(opts, c10d.BroadcastOptions, root=root_rank))
 
         def submit(host: Host) -> list[Work]:
             return [self.group.broadcast(host(tensor), root=root_rank, async_op=True)]
@@ -216,7 +218,7 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
             ]
 
         writes = [tensor for part in outputs for tensor in part]
-        return self._start("all_gather", opts, submit, outputs, inputs, writes)
+        return self._start("all_gather", opts, submit, outputs, inputs, writes, operator="allgather_coalesced_")
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:  # noqa: A002
         """Gather every rank's tensor on every rank, one after the other in one tensor."""
@@ -237,7 +239,7 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
         """Gather every rank's tensor on the root."""
         tensor, root_rank = single_tensor(inputs, "gather"), root_of(opts, root)
         if other := self._other(tensor):
-            return other.gather(outputs, [tensor], opts)
+            return other.gather(outputs, [tensor], options_for(opts, c10d.GatherOptions, root=root_rank))
         listed = one_list(outputs) if self.group.rank == root_rank else []
 
         def submit(host: Host) -> list[Work]:
@@ -250,7 +252,7 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
         """Give each rank one of the root's tensors."""
         tensor, root_rank = single_tensor(outputs, "scatter"), root_of(opts, root)
         if other := self._other(tensor):
-            return other.scatter([tensor], inputs, opts)
+            return other.scatter([tensor], inputs, options_for(opts, c10d.ScatterOptions, root=root_rank))
         listed = one_list(inputs) if self.group.rank == root_rank else []
 
         def submit(host: Host) -> list[Work]:
@@ -289,7 +291,7 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
             outputs, inputs = torch.split(host(output), received), torch.split(host(input), sent)
             return [self.group.alltoall(outputs, inputs)]
 
-        return self._start("all_to_all", opts, submit, output, [input], [output])
+        return self._start("all_to_all", opts, submit, output, [input], [output], operator="alltoall_base_")
 
     # Former names, which some callers, torch's own among them, still use.
     _allgather_base = all_gather_single
@@ -305,6 +307,8 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
         device = getattr(opts, "device", None)
         if device is not None and device.type in self._others:
             return self._others[device.type].barrier(opts)
+        if num_modes():
+            return Dispatched(self).barrier(options_for(opts, c10d.BarrierOptions))
         word = torch.zeros(1, dtype=torch.uint8, device="cpu")
 
         def submit(_: Host) -> list[Work]:
@@ -321,8 +325,12 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
         """
         span = self._calls.timeout if timeout is None else timeout
         seconds = seconds_of(span) if isinstance(span, timedelta) else checks.seconds("timeout", span)
+        if num_modes():
+            Dispatched(self).monitored_barrier(timedelta(seconds=seconds), wait_all_ranks)
+            return
         tag = next(self._monitored) % _MONITORED_TAGS
-        monitored_barrier(self._monitor, tag, seconds, wait_all_ranks=wait_all_ranks)
+        with operator_event("monitored_barrier_"):
+            monitored_barrier(self._monitor, tag, seconds, wait_all_ranks=wait_all_ranks)
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Any:
         """Send a tensor; the n-th ``send`` with a tag belongs to the n-th ``recv`` with it."""
@@ -421,8 +429,12 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
         return self._calls.count
 
     def _other(self, tensor: torch.Tensor) -> Any:
-        """Return the process group of another back end, if the tensor's device has one."""
-        return self._others.get(tensor.device.type) if self._others else None
+        """Return the process group of another back end, if the tensor's device has one, or one for torch's modes."""
+        if self._others and (other := self._others.get(tensor.device.type)):
+            return other
+        if num_modes() or (type(tensor) not in PLAIN and carries_out(tensor)):
+            return Dispatched(self)
+        return None
 
     # ------------------------------------------------------------------------------------------------------- ending
 

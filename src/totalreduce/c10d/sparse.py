@@ -8,7 +8,7 @@ from typing import final
 import torch
 
 from totalreduce.groups.group import Group
-from totalreduce.tensors.inference import write
+from totalreduce.tensors.modes import unseen, write
 from totalreduce.tensors.work import Work
 
 __all__ = ["allreduce_sparse"]
@@ -46,8 +46,9 @@ class _SparseSum:
             if self._finished:
                 return
             self._finished = True
-            indices, values = torch.cat(self._indices, 1), torch.cat(self._values)
-            total = torch.sparse_coo_tensor(
-                indices, values, self._tensor.shape, check_invariants=False, device=values.device
-            )
-            write(self._tensor, total.coalesce())
+            with unseen():
+                indices, values = torch.cat(self._indices, 1), torch.cat(self._values)
+                total = torch.sparse_coo_tensor(
+                    indices, values, self._tensor.shape, check_invariants=False, device=values.device
+                )
+                write(self._tensor, total.coalesce())

@@ -36,7 +36,7 @@ from totalreduce.horovod.compression import Compression, Compressor
 from totalreduce.horovod.context import Members, context
 from totalreduce.horovod.handles import Handle
 from totalreduce.horovod.process_sets import ProcessSet, global_process_set
-from totalreduce.tensors.inference import write, writing
+from totalreduce.tensors.modes import write, writing
 from totalreduce.tensors.work import Work
 
 

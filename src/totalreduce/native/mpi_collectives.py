@@ -11,7 +11,7 @@ from totalreduce.foundation.errors import TotalReduceError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.native.collectives import NativeWork
 from totalreduce.native.reductions import check_parts, check_tensor, reduction_for
-from totalreduce.tensors.inference import write
+from totalreduce.tensors.modes import write
 from totalreduce.transports.mpi import MPI, Communicator, reason
 
 __all__ = ["MpiCollectives"]

@@ -17,8 +17,8 @@ from totalreduce.foundation.types import OpKind, ReduceOp
 from totalreduce.kernels import divide
 from totalreduce.native.collectives import NativeCollectives, NativeWork
 from totalreduce.native.operation import NativeOperation
-from totalreduce.tensors.inference import write, writing
 from totalreduce.tensors.memory import is_plain
+from totalreduce.tensors.modes import write, writing
 from totalreduce.tensors.streams import SideStreams
 
 __all__ = ["Batch", "Devices", "Packer"]

@@ -10,7 +10,7 @@ import torch
 from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
 from totalreduce.foundation.types import DType, ReduceOp
 from totalreduce.kernels import divide, supports
-from totalreduce.tensors.inference import write, writing
+from totalreduce.tensors.modes import write, writing
 
 __all__ = ["Reduction", "check_parts", "check_tensor", "reduction_for"]
 

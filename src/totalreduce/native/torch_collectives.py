@@ -15,7 +15,7 @@ from totalreduce.foundation.errors import TotalReduceError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.native.collectives import NativeWork
 from totalreduce.native.reductions import Reduction, check_parts, check_tensor, reduction_for
-from totalreduce.tensors.inference import write
+from totalreduce.tensors.modes import write
 from totalreduce.transports.torch_group import ENDED, destroy, forming_a_group, reason
 
 __all__ = ["TorchCollectives", "everybody"]

@@ -21,7 +21,7 @@ from totalreduce.groups.group import Group
 from totalreduce.pytorch.initial import Initial, begin_alike
 from totalreduce.pytorch.planning import ParameterSource
 from totalreduce.pytorch.wrapper import OptimizerWrapper
-from totalreduce.tensors.inference import write
+from totalreduce.tensors.modes import write
 
 __all__ = ["Adasum", "AdasumOptimizer", "adasum_"]
 

@@ -18,7 +18,7 @@ from totalreduce.groups.encoding import decode, empty_tensors, encode
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.wrapper import OptimizerWrapper
 from totalreduce.tensors.dtypes import problem_of_layout
-from totalreduce.tensors.inference import outside_inference_mode, write
+from totalreduce.tensors.modes import outside_inference_mode, write
 from totalreduce.tensors.work import Work
 
 __all__ = [

@@ -16,7 +16,7 @@ import torch
 
 from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
 from totalreduce.pytorch.tail import Tail, TailLayout
-from totalreduce.tensors.inference import outside_inference_mode, version_of
+from totalreduce.tensors.modes import outside_inference_mode, version_of
 from totalreduce.tensors.work import Work
 
 __all__ = ["Bucket", "BucketSpec", "ParameterSpec", "WireFormat", "plan_buckets"]

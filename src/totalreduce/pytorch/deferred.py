@@ -27,7 +27,7 @@ from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.hooks import HookHandles, WeakHook, has_step_hooks
 from totalreduce.pytorch.order import ForwardOrder
-from totalreduce.tensors.inference import outside_inference_mode
+from totalreduce.tensors.modes import outside_inference_mode
 
 __all__ = ["DeferredBuckets", "DeferredUpdates", "Update"]
 

@@ -17,7 +17,7 @@ from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.pytorch.buckets import ParameterSpec
 from totalreduce.pytorch.sizes import even_bucket_elements
 from totalreduce.sparse.session import BucketShape
-from totalreduce.tensors.inference import outside_inference_mode
+from totalreduce.tensors.modes import outside_inference_mode
 
 __all__ = [
     "CompressedPlan",

@@ -62,7 +62,7 @@ from totalreduce.pytorch.wrapper import OptimizerWrapper
 from totalreduce.runner.meter import Figure
 from totalreduce.sparse.session import Method, Report
 from totalreduce.strategies.strategy import Strategy
-from totalreduce.tensors.inference import version_of
+from totalreduce.tensors.modes import version_of
 
 if TYPE_CHECKING:
     from totalreduce.pytorch.local_steps import LocalSteps

@@ -14,7 +14,7 @@ from totalreduce.foundation.errors import ConfigurationError, PlanMismatchError
 from totalreduce.foundation.partition import parts_of_range
 from totalreduce.groups.group import Group
 from totalreduce.kernels.arrays import Array
-from totalreduce.tensors.inference import write
+from totalreduce.tensors.modes import write
 
 __all__ = ["ModelReplica", "check_equal"]
 

@@ -11,7 +11,7 @@ from typing import final
 
 import torch
 
-from totalreduce.tensors.inference import outside_inference_mode, version_of, write
+from totalreduce.tensors.modes import outside_inference_mode, version_of, write
 
 __all__ = ["BufferRow", "KeptBuffers", "buffer_places"]
 

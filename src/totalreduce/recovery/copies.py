@@ -31,7 +31,7 @@ from totalreduce.recovery.replicas import gather_lengths
 from totalreduce.recovery.resharding import Held, Source, choose, distances
 from totalreduce.recovery.snapshots import Snapshots, share_token
 from totalreduce.recovery.state import State
-from totalreduce.tensors.inference import outside_inference_mode
+from totalreduce.tensors.modes import outside_inference_mode
 from totalreduce.tensors.work import Work
 
 __all__ = ["ShardCopies"]

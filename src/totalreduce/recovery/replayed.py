@@ -47,7 +47,7 @@ from totalreduce.recovery.membership import Decision, Member, number_in, reading
 from totalreduce.recovery.replay import Call, Entry, Parcel, ReplayLog, Standing, Versions, plan_parcels
 from totalreduce.recovery.replicas import Replicas
 from totalreduce.tensors.dtypes import dtype_of
-from totalreduce.tensors.inference import write
+from totalreduce.tensors.modes import write
 
 __all__ = ["ReplayedJob", "replayed"]
 

@@ -29,7 +29,7 @@ from totalreduce.recovery.membership import Decision
 from totalreduce.recovery.optimizers import Optimizers
 from totalreduce.recovery.state import State
 from totalreduce.recovery.vote import Vote
-from totalreduce.tensors.inference import outside_inference_mode
+from totalreduce.tensors.modes import outside_inference_mode
 from totalreduce.tensors.work import Work
 
 __all__ = ["Exchange", "OwnState", "Replicas", "gather_lengths", "send_row"]

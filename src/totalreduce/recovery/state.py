@@ -19,7 +19,7 @@ from totalreduce.recovery.buffers import BufferRow, KeptBuffers
 from totalreduce.recovery.dealing import Dealer
 from totalreduce.recovery.sampler import ElasticSampler
 from totalreduce.recovery.stream import ElasticStream
-from totalreduce.tensors.inference import write
+from totalreduce.tensors.modes import write
 
 __all__ = ["State", "Stateful", "load_object"]
 

@@ -16,7 +16,7 @@ from totalreduce.kernels.arrays import Array
 from totalreduce.pytorch.deferred import Update
 from totalreduce.server.connection import Ticket
 from totalreduce.server.rows import ModelRows
-from totalreduce.tensors.inference import version_of
+from totalreduce.tensors.modes import version_of
 
 __all__ = ["ArrivingBuckets", "await_all"]
 

@@ -7,7 +7,7 @@ from typing import final
 
 import torch
 
-from totalreduce.tensors.inference import version_of
+from totalreduce.tensors.modes import version_of
 
 __all__ = ["EarlyBuckets"]
 

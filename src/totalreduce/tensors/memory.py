@@ -24,7 +24,7 @@ from totalreduce.foundation.errors import (
     TotalReduceError,
     UnsupportedError,
 )
-from totalreduce.tensors.inference import write
+from totalreduce.tensors.modes import write
 from totalreduce.tensors.storage import StorageHold
 
 __all__ = ["MemoryInFlight", "Operands", "Place", "is_plain"]

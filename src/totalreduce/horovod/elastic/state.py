@@ -18,7 +18,7 @@ from totalreduce.pytorch.optimizer import DistributedOptimizer
 from totalreduce.recovery.forming import send_state
 from totalreduce.recovery.runs import Run
 from totalreduce.recovery.state import Stateful, load_object
-from totalreduce.tensors.inference import write
+from totalreduce.tensors.modes import write
 
 __all__ = ["ElasticRun", "HostsUpdatedInterrupt", "ObjectState", "Progress", "State", "TorchState", "progress_of"]
 

@@ -1,8 +1,12 @@
-"""Tensors of ``torch.inference_mode()``, and tensors that must not be such.
+"""Modes of torch in the program: what the library does with tensors must work in all of them.
 
-Torch lets a tensor that was made in this mode be changed only in this mode, which belongs to a thread. The library
-writes results later than the call that has begun the operation, and in other threads. It also makes tensors of its own
-in a call of the program, which it changes in a later call.
+Torch lets a tensor that was made in ``torch.inference_mode()`` be changed only in this mode, which belongs to a thread.
+The library writes results later than the call that has begun the operation, and in other threads. It also makes tensors
+of its own in a call of the program, which it changes in a later call.
+
+A ``TorchDispatchMode`` (``DebugMode``, selective checkpointing) sees the operators that its thread calls. It must not
+see how the library handles its memory: some threads of the library carry the same out, so that it would see it once
+and not again.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["outside_inference_mode", "version_of", "write", "writing"]
+__all__ = ["outside_inference_mode", "unseen", "version_of", "write", "writing"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,11 +36,16 @@ def writing(*tensors: torch.Tensor) -> contextlib.AbstractContextManager[object]
 
 def write(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy a result, which has no gradient, into a tensor of the program, in whatever thread and mode this is."""
-    if target.requires_grad or target.is_inference():
-        with writing(target):
+    if target.requires_grad or target.is_inference() or torch._C._len_torch_dispatch_stack():
+        with unseen(), writing(target):
             target.copy_(source)
     else:
         target.copy_(source)
+
+
+def unseen() -> contextlib.AbstractContextManager[object]:
+    """Return a context in which no ``TorchDispatchMode`` sees the operators that are called."""
+    return torch._C._DisableTorchDispatch()
 
 
 def outside_inference_mode(function: Callable[P, T]) -> Callable[P, T]:
