@@ -2,7 +2,10 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 from resumable_runs import RESUMABLE, last_version, processes, reports, samples, undisturbed, wait_for
@@ -10,6 +13,7 @@ from resumable_runs import RESUMABLE, last_version, processes, reports, samples,
 from totalreduce.launch.local import run_workers
 from totalreduce.launch.recovery import RecoveryOptions
 
+WITH_LOADER = Path(__file__).parent / "programs" / "loader_signals.py"
 SIZE = ["--samples", "480", "--epochs", "2"]
 
 
@@ -58,3 +62,34 @@ def test_one_rank_is_told_and_all_write_one_version(zygote, tmp_path, loop, on_l
     assert again.exit_code == 0, again.errors
     assert [end[2:] for end in reports(output)] == [expected] * 3
     assert samples(folder) == {0: list(range(480)), 1: list(range(480))}
+
+
+@pytest.mark.slow  # each takes ten seconds of processor time: the workers of the DataLoader import torch, too
+@pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    ("number", "to"),
+    [
+        pytest.param(signal.SIGUSR1, "launcher", id="SIGUSR1"),
+        pytest.param(signal.SIGTERM, "launcher", id="SIGTERM"),
+        pytest.param(signal.SIGUSR1, "all", id="SIGUSR1-to-all-processes"),  # as some batch systems do
+    ],
+)
+def test_the_workers_of_a_loader_live_until_the_version_is_written(tmp_path, start, number, to):
+    command = [sys.executable, "-m", "totalreduce", "run", "--grace", "60", WITH_LOADER, tmp_path / "versions", start]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert launcher.stdout.readline() == "[0] running\n"
+        if to == "launcher":
+            launcher.send_signal(number)
+        else:
+            children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+            lines = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+            os.killpg(next(pid for pid, line in lines.items() if b"loader_signals" in line), number)
+        output, _ = launcher.communicate(timeout=100)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    preempted, version = output.splitlines()[-1].removeprefix("[0] preempted ").split()
+    assert preempted == "True"
+    assert launcher.returncode == (128 + signal.SIGTERM if number == signal.SIGTERM else 0)
+    assert [int(path.name.removeprefix("version-")) for path in (tmp_path / "versions").iterdir()] == [int(version)]

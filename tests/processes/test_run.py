@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from shells import fake_shell
 
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.version import VERSION
@@ -244,6 +245,81 @@ def test_a_signal_of_a_batch_system_reaches_the_workers_and_the_run_goes_on(laun
     code, _, errors = finish(process)
     assert code == 1
     assert "stopped by" not in errors
+
+
+#: A program with a child of every kind, which says after each signal which of them still answer.
+WITH_CHILDREN = """
+import multiprocessing
+
+def echo(connection):
+    for number in (signal.SIGUSR1, signal.SIGTERM): signal.signal(number, signal.SIG_DFL)
+    while True: connection.send(connection.recv())
+
+def answers(connection):
+    try: connection.send("?"); return connection.recv() == "?"
+    except (EOFError, ConnectionError): return False
+
+if __name__ == "__main__":
+    told, children, pids = [], {}, [os.getpid()]
+    for number in (signal.SIGUSR1, signal.SIGTERM): signal.signal(number, lambda number, _: told.append(number))
+    for kind in ("fork", "spawn", "forkserver"):
+        context = multiprocessing.get_context(kind)
+        children[kind], theirs = context.Pipe()
+        child = context.Process(target=echo, args=(theirs,), daemon=True); child.start(); theirs.close()
+        assert answers(children[kind]); pids.append(child.pid)
+    print(*pids, flush=True)
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        while number not in told: time.sleep(0.01)
+        print(signal.Signals(number).name, [kind for kind in children if answers(children[kind])], flush=True)
+    sys.exit(75)"""
+
+
+@pytest.mark.parametrize("started", ["by the launcher", "by a shell script", "on another host"])
+def test_signals_reach_the_program_and_not_the_processes_that_it_has_started(launcher, script, tmp_path, started):
+    """Workers of a ``DataLoader`` would die by them: those that are spawned by SIGUSR1, and forked ones by SIGTERM."""
+    path, options = script(WITH_CHILDREN), []
+    if started == "by a shell script":
+        shell = tmp_path / "train.sh"
+        shell.write_text(f"#!/bin/sh\ntrap 'echo trapped' USR1\n{sys.executable} {path}\nexit $?\n")
+        shell.chmod(0o755)
+        path, options = shell, ["--no-python"]
+    elif started == "on another host":
+        options = ["-H", "127.0.0.2:1", "--remote-shell", *fake_shell(tmp_path)]
+    process = launcher("-n", 1, *options, path)
+    pids = [int(pid) for pid in read_lines(process, 1)[0].split()[1:]]
+    for name in ("SIGUSR1", "SIGTERM"):
+        process.send_signal(signal.Signals[name])
+        assert read_lines(process, 1) == [f"[0] {name} ['fork', 'spawn', 'forkserver']"]
+    code, output, _ = finish(process)
+    # A shell runs its trap when the program that it waits for has ended.
+    assert (code, output) == (143, "[0] trapped\n" if started == "by a shell script" else "")
+    assert len(pids) == 4
+    assert all(is_gone(pid) for pid in pids)
+
+
+def state_of(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.parametrize("started", ["here", "on another host"])
+def test_a_suspended_launcher_suspends_all_processes_of_its_workers(launcher, script, tmp_path, started):
+    path = script(
+        f"""
+child = subprocess.Popen(["sleep", "1000"])
+print(os.getpid(), child.pid, flush=True)
+while not os.path.exists({str(tmp_path / "go")!r}): time.sleep(0.02)"""
+    )
+    options = [] if started == "here" else ["-H", "127.0.0.2:1", "--remote-shell", *fake_shell(tmp_path)]
+    process = launcher("-n", 1, *options, path)
+    pids = [process.pid, *map(int, read_lines(process, 1)[0].split()[1:])]
+    for number, stopped in ((signal.SIGTSTP, True), (signal.SIGCONT, False)):
+        process.send_signal(number)
+        give_up_at = time.monotonic() + 20
+        while any((state_of(pid) == "T") != stopped for pid in pids):
+            assert time.monotonic() < give_up_at, [state_of(pid) for pid in pids]
+            time.sleep(0.01)
+    (tmp_path / "go").touch()
+    assert finish(process)[0] == 0
 
 
 def test_workers_may_save_their_work_on_ctrl_c(launcher, script):

@@ -1,6 +1,7 @@
 """Parts of recovery by themselves: the sampler, the state, the rules of the decision, the launcher's restarts."""
 
 import itertools
+import signal
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from totalreduce.foundation.environment import read_settings
 from totalreduce.foundation.errors import ConfigurationError, PeerLost, RecoveryError
 from totalreduce.launch.recovery import RecoveryOptions, Restarts, worker_variables
 from totalreduce.pytorch.optimizer import DistributedOptimizer
+from totalreduce.recovery.dealing import batches_of
 from totalreduce.recovery.forming import compare_states, send_state
 from totalreduce.recovery.job import recoverable
 from totalreduce.recovery.membership import Decision, Member, Membership, Policy, Report
@@ -101,6 +103,24 @@ def test_what_cannot_be_dealt_is_refused(arguments, message) -> None:
 def test_a_position_beyond_the_data_set_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="has used 11 samples of its epoch, and the data set has 10"):
         ElasticSampler(10, 2).load_state_dict({"epoch": 0, "cursor": 11})
+
+
+class Blocked:
+    """Says which signals are blocked when it is iterated, as in the worker processes that are then started."""
+
+    def __iter__(self):
+        return iter([signal.pthread_sigmask(signal.SIG_BLOCK, [])])
+
+
+def test_signals_that_this_process_handles_are_blocked_in_the_worker_processes_of_a_loader() -> None:
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        [blocked] = batches_of(Blocked())
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert signal.SIGUSR1 in blocked
+    assert signal.SIGUSR2 not in blocked, "it has its usual effect"
+    assert list(Blocked()) == [blocked - {signal.SIGUSR1}], "the mask of this thread is as before"
 
 
 # ---------------------------------------------------------------------------------------------------------- the state

@@ -5,6 +5,8 @@ One thread waits for output, ends of workers and signals at once:
 - A worker that fails ends the run: the others may print their own error, then get SIGTERM, then SIGKILL. With
   ``RecoveryOptions`` it is started again, or the others go on without it (``recovery``).
 - SIGINT, SIGTERM and SIGHUP are passed on, and followed by harder signals. A second one kills at once.
+- SIGUSR1 and SIGUSR2 are passed on, and the run goes on. SIGTSTP (Ctrl-Z) stops the workers, too, until SIGCONT.
+- Signals go to the workers' programs alone, and not to the processes that these have started (``programs``).
 - Processes that workers left running in their process groups are killed. A pipe that one holds open is left.
 - If this process is killed itself, the guard kills the workers; those on other hosts end with their connection.
 - With a file of hosts, workers end and begin as the file changes (``hosts``, ``placement``).
@@ -234,6 +236,7 @@ class _Supervisor:
         self._pipes: dict[IO[bytes], tuple[IO[bytes], Worker, bool]] = {}
         self._first_to_end: Worker | None = None
         self._signals: list[signal.Signals] = []
+        self._is_to_stop = False
         self._interrupted_by: signal.Signals | None = None
         self._timed_out = self._output_is_gone = False
         self._started_at = self._last_end = time.monotonic()
@@ -243,9 +246,23 @@ class _Supervisor:
         if number in _PASSED_ON:
             self._send_all(signal.Signals(number))
             return
+        if number == signal.SIGTSTP:
+            self._is_to_stop = True
+            return
         self._signals.append(signal.Signals(number))
         if self._interrupted_by or len(self._signals) > 1:
             self._send_all(signal.SIGKILL)
+
+    def _stop_if_asked(self) -> None:
+        """Stop the workers and this process, as Ctrl-Z asks for, until this process is continued.
+
+        The workers get SIGSTOP: their process groups are orphaned, so that SIGTSTP would not stop them.
+        """
+        if self._is_to_stop:
+            self._is_to_stop = False
+            self._send_all(signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            self._send_all(signal.SIGCONT)
 
     def start(self, seats: Sequence[int]) -> None:
         """Start the workers of some seats. Raises ``ConfigurationError`` if one cannot be started."""
@@ -340,6 +357,7 @@ class _Supervisor:
         give_up_at = float("inf")
         while not self._all_done() and time.monotonic() < give_up_at:
             self._read(_TICK_S)
+            self._stop_if_asked()
             now = time.monotonic()
             self._look_for_ends(now)
             if self._recovery is not None:
@@ -643,7 +661,7 @@ def _signals_to(supervisor: _Supervisor) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in (*_FORWARDED, *_PASSED_ON)}
+    before = {number: signal.getsignal(number) for number in (*_FORWARDED, *_PASSED_ON, signal.SIGTSTP)}
     taken = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
     for number in taken:
         signal.signal(number, supervisor.on_signal)

@@ -11,6 +11,8 @@ on standard input, so that the job's key is on no command line. Each line is a J
 The lines that follow are ``{"signal": number}``, ``{"input": text}`` (written to the worker's standard input, which
 ends there), ``{"end_if_stopped": true}``, and ``{}``, which says that the launcher is still there.
 
+Signals reach the worker's program alone, but for those that end, stop or continue all its processes. After SIGSTOP the
+launcher may be silent: it is stopped itself.
 The worker's output and exit code are passed on; the exit code is 128 plus the number of a signal that has ended it. A
 worker that itself exits with 255, which is ssh's code for a lost connection, has exit code 1.
 The figures of the worker, which it writes into a folder on its host, come between its standard error as a zero byte, a
@@ -211,7 +213,7 @@ class RemoteWorker(Worker):
         self._say({"input": line.decode()})
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to the worker's process group. SIGKILL ends the connection, which has the same effect."""
+        """Have a signal sent as ``Worker.send`` does. SIGKILL ends the connection, which has the same effect."""
         if number is signal.SIGKILL:
             super().send(number)
         else:
@@ -260,15 +262,18 @@ def _sent(environment: Mapping[str, str]) -> dict[str, str]:
 class _Launcher:
     """The lines that the launcher sends. ``EOFError`` ends them."""
 
-    def __init__(self) -> None:
+    def __init__(self, descriptor: int = 0) -> None:
+        self._descriptor = descriptor
         self._unread = b""
         self._heard_at = time.monotonic()
+        #: Whether the launcher has had the worker stopped. It is then stopped itself, and silent.
+        self._is_stopped = False
 
     def order(self) -> dict[str, Any]:
         """Return the order, the first line."""
         give_up_at = time.monotonic() + _START_S
         while b"\n" not in self._unread:
-            ready, _, _ = select.select([0], [], [], max(0.0, give_up_at - time.monotonic()))
+            ready, _, _ = select.select([self._descriptor], [], [], max(0.0, give_up_at - time.monotonic()))
             if not ready:
                 raise EOFError
             self._read()
@@ -280,13 +285,16 @@ class _Launcher:
         """Return the lines that have come; ``is_readable``: whether there is something to read."""
         if is_readable:
             self._read()
-        elif time.monotonic() > self._heard_at + _SILENCE_S:
+        elif time.monotonic() > self._heard_at + _SILENCE_S and not self._is_stopped:
             raise EOFError
         *lines, self._unread = self._unread.split(b"\n")
-        return [json.loads(line) for line in lines]
+        words: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        if words:
+            self._is_stopped = words[-1].get("signal") == signal.SIGSTOP
+        return words
 
     def _read(self) -> None:
-        data = os.read(0, 1 << 16)
+        data = os.read(self._descriptor, 1 << 16)
         if not data or len(self._unread) > _LINE_BYTES_MAX:
             raise EOFError
         self._unread += data

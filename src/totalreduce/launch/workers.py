@@ -19,6 +19,7 @@ from totalreduce.foundation.environment import LIVE, REMOTE_WORKER, SPARE
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.os_errors import describe_error
 from totalreduce.launch.hosts import Place
+from totalreduce.launch.programs import send_to_program
 
 __all__ = [
     "RECOVERY_VARIABLES",
@@ -43,6 +44,8 @@ RECOVERY_VARIABLES = (
     "TOTALREDUCE_BEGIN_RANKS",
     "TOTALREDUCE_INCARNATION",
 )
+#: The signals that concern all processes of a worker: they end, stop or continue them, and no process handles them.
+_OF_GROUP = (signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT)
 #: A standard stream as ``subprocess.Popen`` takes it.
 Target = int | IO[bytes] | None
 
@@ -219,11 +222,16 @@ class Worker:
             self.process.stdin.close()
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to its process group, as a terminal would."""
-        try:
-            os.killpg(self.process.pid, number)
-        except ProcessLookupError:
-            return
+        """Send a signal: SIGKILL, SIGSTOP and SIGCONT to its process group, others to its program alone.
+
+        The processes that the program has started, such as the workers of a ``DataLoader``, are left alone: the program
+        may need them until it has done what the signal asks for, and most of them would die by it.
+        """
+        with contextlib.suppress(ProcessLookupError):
+            if number in _OF_GROUP:
+                os.killpg(self.process.pid, number)
+            else:
+                send_to_program(self.process.pid, number)
 
     def finish(self, now: float) -> None:
         """Kill the rest of its process group, and reap it. A second call does nothing."""

@@ -22,7 +22,7 @@ from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.groups.group import Group
 from totalreduce.recovery.assembly import Assembly
-from totalreduce.recovery.dealing import needed
+from totalreduce.recovery.dealing import batches_of, needed
 from totalreduce.recovery.forming import begin_from_disk, compare_states, seed_generators, send_state
 from totalreduce.recovery.runs import Membership, Run, Runs, latest_version
 from totalreduce.recovery.snapshots import Snapshots
@@ -169,7 +169,7 @@ class Attempt(Run):
         dealer = needed(self._state.sampler, "attempt.batches", loader)
         if dealer.is_over:
             return
-        iterator = iter(loader)
+        iterator = batches_of(loader)
         # This has drawn a number, at the begin of the epoch or of the attempt: the step begins as after ``commit``.
         seed_generators(self._seed, self._state.version, self.group.rank)
         for batch in dealer.deal(iterator):

@@ -6,17 +6,36 @@ that can only be read from its beginning. Both have their position in common, wh
 
 from __future__ import annotations
 
+import signal
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 
-__all__ = ["NO_BATCH", "Dealer", "needed", "samples_of_step", "share_of"]
+__all__ = ["NO_BATCH", "Dealer", "batches_of", "needed", "samples_of_step", "share_of"]
 
 #: What ``Dealer.deal`` yields for a step in which this rank has no sample.
 NO_BATCH: Final = object()
+
+
+#: The signals for programs: a process that does not handle them dies by them.
+_FOR_PROGRAMS: Final = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+def batches_of(loader: Iterable[Any]) -> Iterator[Any]:
+    """Return an iterator of a ``DataLoader``, whose workers do not die by a signal that this process handles.
+
+    Some batch systems send SIGUSR1 and SIGUSR2 to all processes of a rank. A process that is forked or spawned begins
+    with the blocked signals of the thread that starts it.
+    """
+    handled = [number for number in _FOR_PROGRAMS if callable(signal.getsignal(number))]
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, handled)
+    try:
+        return iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def samples_of_step(left: int, batch_size: int, world_size: int, *, drop_last: bool) -> int:

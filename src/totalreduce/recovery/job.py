@@ -25,7 +25,7 @@ from typing import Any, Self, final
 from totalreduce.foundation import checks, environment
 from totalreduce.foundation.errors import ConfigurationError, PeerLost, RecoveryError
 from totalreduce.recovery.assembly import NEWCOMERS_S, Assembly
-from totalreduce.recovery.dealing import NO_BATCH, needed
+from totalreduce.recovery.dealing import NO_BATCH, batches_of, needed
 from totalreduce.recovery.forming import (
     begin_from_disk,
     compare_states,
@@ -398,7 +398,7 @@ class Job:
         while not (dealer.is_over or self.preempted):
             place = dealer.place_now
             self._seed_generators()  # a DataLoader draws the seed of its workers
-            for batch in dealer.deal(iter(loader)):
+            for batch in dealer.deal(batches_of(loader)):
                 cursor = dealer.cursor
                 while dealer.place_now == place and dealer.cursor == cursor and not self.preempted:
                     if batch is NO_BATCH:
