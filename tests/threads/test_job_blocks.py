@@ -391,3 +391,38 @@ def test_a_strategy_beside_another_optimizer_is_refused() -> None:
             tr.recoverable(Pair(group, sync=tr.LocalSGD(period=2)).state())
 
     run_ranks(1, body)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_a_scheduler_whose_length_was_computed_before_the_job_ends_with_it(world_size, drop_last, monkeypatch) -> None:
+    """``len(loader)`` is the same before ``tr.recoverable``, when only the launcher knows the number of ranks."""
+    for name, value in (("RANK", 0), ("WORLD_SIZE", world_size), ("MASTER_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(name, str(value))
+
+    def body(group):
+        model = torch.nn.Linear(1, 1)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = tr.DistributedOptimizer(inner, model, group=group)
+        sampler = tr.ElasticSampler(47, 4, drop_last=drop_last)
+        loader = DataLoader(torch.ones(47, 1), batch_sampler=sampler)
+        lengths = [len(loader)]
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(inner, 1.0, total_steps=2 * len(loader) + 1)
+        state = tr.State(model=model, optimizer=optimizer, sampler=sampler, scheduler=scheduler)
+        with tr.recoverable(state) as job:
+            for _ in job.epochs(2):
+                for inputs in job.batches(loader):
+                    lengths.append(len(loader))
+                    with job.step():
+                        model(inputs).square().mean().backward()
+                        optimizer.step()
+                        scheduler.step()
+        return set(lengths), state.version, inner.param_groups[0]["lr"], scheduler._schedule_phases[-1]
+
+    # The first step of a scheduler is the one of its constructor.
+    num_steps = {1: 11, 2: 5, 3: 3}[world_size] + (not drop_last)
+    for lengths, version, rate, last_phase in run_ranks(world_size, body):
+        assert lengths == {num_steps}
+        assert version == 2 * num_steps
+        assert rate == pytest.approx(1.0 / 25 / 1e4, rel=1e-6), "the last rate of the cycle"
+        assert last_phase["end_step"] == 2 * num_steps

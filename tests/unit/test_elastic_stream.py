@@ -216,3 +216,36 @@ def test_the_default_makes_tensors_of_the_samples() -> None:
     stream = ElasticStream([{"x": float(number)} for number in range(4)], 2)
     [first, _] = list(loader_of(stream))
     assert first.batch["x"].equal(default_collate([{"x": 0.0}, {"x": 1.0}])["x"])
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("kind", ["sampler", "stream"])
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (3, 2), (4, 1), (2, 5)])
+def test_the_length_is_the_number_of_steps_of_the_epoch_whenever_it_is_asked_for(kind, drop_last, before, after):
+    """It changes with the number of ranks alone, and is then what was taken and what is planned."""
+    make = ElasticSampler if kind == "sampler" else stream_of
+    dealer = make(101, 3, drop_last=drop_last)
+    dealer.place(0, before)
+    with_steps_in_parts = 2
+    lengths, num_steps = [], 0
+    for world_size in (before, after):
+        dealer.place(0, world_size)
+        lengths.append(len(dealer))
+        for _ in dealer.deal(iter(dealer)):
+            dealer.advance(with_steps_in_parts)
+            assert len(dealer) == lengths[-1], "also between two parts of a step"
+            dealer.advance(with_steps_in_parts)
+            num_steps += 1
+            assert len(dealer) == lengths[-1]
+            if world_size == before and num_steps == 5:
+                break
+    assert len(dealer) == lengths[-1] == num_steps
+    assert (lengths[0] == lengths[1]) == (before == after)
+    dealer.set_epoch(1)
+    assert len(dealer) == len(list(stream_of(101, 3, 0, after, drop_last=drop_last)))
+
+
+def test_a_stream_of_a_data_set_without_a_length_has_none() -> None:
+    with pytest.raises(TypeError, match="has no len"):
+        len(loader_of(ElasticStream(Letters(10), 2)))
+    assert len(loader_of(stream_of(10, 2))) == 5

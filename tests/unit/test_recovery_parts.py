@@ -12,12 +12,13 @@ from totalreduce.foundation.environment import read_settings
 from totalreduce.foundation.errors import ConfigurationError, PeerLost, RecoveryError
 from totalreduce.launch.recovery import RecoveryOptions, Restarts, worker_variables
 from totalreduce.pytorch.optimizer import DistributedOptimizer
-from totalreduce.recovery.dealing import batches_of
+from totalreduce.recovery.dealing import batches_of, samples_of_step, steps_of
 from totalreduce.recovery.forming import compare_states, send_state
 from totalreduce.recovery.job import recoverable
 from totalreduce.recovery.membership import Decision, Member, Membership, Policy, Report
 from totalreduce.recovery.sampler import ElasticSampler
 from totalreduce.recovery.state import State
+from totalreduce.recovery.stream import ElasticStream
 from totalreduce.recovery.wishes import Wish
 from totalreduce.testing import run_ranks
 
@@ -105,6 +106,52 @@ def test_a_position_beyond_the_data_set_is_refused() -> None:
         ElasticSampler(10, 2).load_state_dict({"epoch": 0, "cursor": 11})
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("batch", "world_size"), [(1, 1), (4, 1), (1, 5), (3, 2), (4, 7)])
+def test_the_number_of_steps_is_that_of_steps_dealt_one_after_the_other(batch, world_size, drop_last) -> None:
+    for left in range(6 * batch * world_size):
+        num_steps, rest = 0, left
+        while total := samples_of_step(rest, batch, world_size, drop_last=drop_last):
+            num_steps, rest = num_steps + 1, rest - total
+        assert steps_of(left, batch, world_size, drop_last=drop_last) == num_steps
+
+
+LAUNCHED = {"RANK": "2", "WORLD_SIZE": "3"}
+#: What launchers say, and the number of ranks with which the job begins.
+LAUNCHES = {
+    "alone": ({}, 0, 1),
+    "three ranks": (LAUNCHED, 2, 3),
+    "and two that only serve": (
+        {**LAUNCHED, "TOTALREDUCE_RANK": "2", "TOTALREDUCE_WORLD_SIZE": "5", "TOTALREDUCE_SERVERS": "2"},
+        *(2, 3),
+    ),
+    "and more that may come": ({"RANK": "2", "WORLD_SIZE": "6", "TOTALREDUCE_BEGIN_RANKS": "0-3"}, 2, 4),
+    "one that has come": ({"RANK": "5", "WORLD_SIZE": "6", "TOTALREDUCE_BEGIN_RANKS": "0-3"}, 0, 4),
+    "variables that contradict each other": ({"RANK": "3", "WORLD_SIZE": "3"}, 0, 1),
+}
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_before_the_group_is_known_samples_are_dealt_to_the_ranks_that_the_launcher_starts(launch, monkeypatch) -> None:
+    variables, rank, world_size = LAUNCHES[launch]
+    for name, text in {"MASTER_ADDR": "127.0.0.1", **variables}.items():
+        monkeypatch.setenv(name, text)
+    for dealer in (ElasticSampler(100, 4), ElasticStream(range(100), 4)):
+        assert (dealer.rank, dealer.world_size) == (rank, world_size)
+        before = len(dealer)
+        dealer.place(rank, world_size)
+        assert before == len(dealer)
+    assert before == len(list(placed(100, 4, rank, world_size)))
+
+
+def test_a_position_without_a_number_of_steps_is_that_of_the_present_ranks() -> None:
+    """As versions of the library have written that did not count steps."""
+    sampler = placed(100, 4, 0, 3)
+    num_steps = len(sampler)
+    sampler.load_state_dict({"epoch": 0, "cursor": 36})
+    assert len(sampler) == num_steps
+
+
 class Blocked:
     """Says which signals are blocked when it is iterated, as in the worker processes that are then started."""
 
@@ -181,7 +228,7 @@ def test_a_state_goes_to_another_process_bit_by_bit() -> None:
 
     different, equal, numbers, done, other, description = in_one_rank(body)
     assert (different, equal, done, other) == (True, True, True, False)
-    assert numbers == (2, 1, 3.5, {"epoch": 2, "cursor": 4, "part": 0, "begun": 0}, 0.0125)
+    assert numbers == (2, 1, 3.5, {"epoch": 2, "cursor": 4, "part": 0, "begun": 0, "steps": 2}, 0.0125)
     assert "parameter 0.weight: torch.float32[4, 3]" in description.splitlines()
 
 

@@ -263,7 +263,7 @@ def test_several_optimizers_come_back(tmp_path: Path) -> None:
     assert other.digests() == state.digests()
     assert {name.split(" state")[0] for name in state.digests() if name.startswith("optimizer")} == {"optimizer a"}
     assert other.optimizers["b"].param_groups[0]["lr"] == 0.25
-    assert other.sampler.state_dict() == {"epoch": 0, "cursor": 0, "part": 1, "begun": 2}
+    assert other.sampler.state_dict() == {"epoch": 0, "cursor": 0, "part": 1, "begun": 2, "steps": 0}
     assert "optimizer b: SGD with groups of [2] parameters" in state.describe().splitlines()
 
 

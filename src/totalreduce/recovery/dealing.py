@@ -11,10 +11,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from totalreduce.foundation import checks
+from totalreduce.foundation import checks, environment
 from totalreduce.foundation.errors import ConfigurationError
 
-__all__ = ["NO_BATCH", "Dealer", "batches_of", "needed", "samples_of_step", "share_of"]
+__all__ = ["NO_BATCH", "Dealer", "batches_of", "needed", "place_at_begin", "samples_of_step", "share_of", "steps_of"]
 
 #: What ``Dealer.deal`` yields for a step in which this rank has no sample.
 NO_BATCH: Final = object()
@@ -58,6 +58,32 @@ def samples_of_step(left: int, batch_size: int, world_size: int, *, drop_last: b
     return left if left // 2 < world_size else -(-left // 2)
 
 
+def steps_of(left: int, batch_size: int, world_size: int, *, drop_last: bool) -> int:
+    """Return the number of steps in which ``left`` samples are dealt out; arguments as for ``samples_of_step``."""
+    full = batch_size * world_size
+    if drop_last:
+        return left // full
+    num_full = max(0, left // full - 1)  # the last two steps, or the last one, share what is left
+    left -= num_full * full
+    first = samples_of_step(left, batch_size, world_size, drop_last=False)
+    return num_full + (first > 0) + (left > first)
+
+
+def place_at_begin() -> tuple[int, int]:
+    """Return the rank of this process and the number of ranks with which the job begins, as the launcher says.
+
+    Ranks that only serve a parameter server do not count, and neither do ranks that may join later. Without a launcher,
+    or with variables that ``tr.init()`` refuses, this is the only rank.
+    """
+    try:
+        world, settings = environment.read_world(), environment.read_settings()
+    except ConfigurationError:
+        return 0, 1
+    num_workers = world.world_size - settings.servers
+    ranks = [rank for rank in settings.begin_ranks or range(num_workers) if rank < num_workers]
+    return (ranks.index(world.rank), len(ranks)) if world.rank in ranks else (0, max(1, len(ranks)))
+
+
 def share_of(total: int, rank: int, world_size: int) -> tuple[int, int]:
     """Return where the samples of a rank begin among the ``total`` samples of a step, and how many they are."""
     quotient, remainder = divmod(total, world_size)
@@ -74,14 +100,16 @@ class Dealer(ABC):
         epoch: The number of the epoch, on which the order depends.
         cursor: The number of samples of this epoch that steps have used.
         part: The number of parts of the present step that have taken effect.
-        rank: This rank, from the last ``place``.
-        world_size: The number of ranks.
+        rank: This rank, from the last ``place``; before that, the one with which the launcher lets it begin.
+        world_size: The number of ranks, in the same way.
     """
 
-    def __init__(self) -> None:
-        """Begin at the first sample of epoch 0, with one rank."""
-        self.epoch = self.cursor = self.part = self.rank = 0
-        self.world_size = 1
+    def __init__(self, batch_size: int, *, drop_last: bool) -> None:
+        """Begin at the first sample of epoch 0, with the ranks that the launcher has started."""
+        self.epoch = self.cursor = self.part = 0
+        self.rank, self.world_size = place_at_begin()
+        self._batch_size, self._drop_last = checks.integer("batch_size", batch_size, minimum=1), bool(drop_last)
+        self._steps_taken = 0  #: The number of steps of this epoch that have taken effect.
         #: The number of samples of the present step, if one of its parts has taken effect; otherwise 0.
         self._begun = 0
 
@@ -169,22 +197,36 @@ class Dealer(ABC):
             self._begun, self.part = self.next_total, self.part + 1
         else:
             self.cursor += self.next_total
+            self._steps_taken += 1
             self._begun = self.part = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position: the epoch, the cursor, and for a step that has begun its part and its samples."""
-        return {"epoch": self.epoch, "cursor": self.cursor, "part": self.part, "begun": self._begun}
+        """Return the position: epoch, cursor, steps taken, and for a step that has begun its part and its samples."""
+        position = {"epoch": self.epoch, "cursor": self.cursor, "part": self.part, "begun": self._begun}
+        return {**position, "steps": self._steps_taken}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from the position of ``state_dict``; ``part`` and ``begun`` may be left out.
+        """Go on from the position of ``state_dict``; ``part``, ``begun`` and ``steps`` may be left out.
 
         Raises:
             ConfigurationError: The position is beyond the data set.
         """
-        numbers = {key: checks.integer(key, state.get(key, 0), minimum=0) for key in ("cursor", "part", "begun")}
+        keys = ("cursor", "part", "begun", "steps")
+        numbers = {key: checks.integer(key, state.get(key, 0), minimum=0) for key in keys}
         epoch = checks.integer("epoch", state["epoch"])
         self._check_position(numbers["cursor"] + numbers["begun"])
-        self.epoch, self.cursor, self.part, self._begun = epoch, *numbers.values()
+        self.epoch, self.cursor, self.part, self._begun, self._steps_taken = epoch, *numbers.values()
+        if "steps" not in state:  # the library has not always counted them
+            self._steps_taken = -(-self.cursor // (self._batch_size * self.world_size))
+
+    def _steps_of_epoch(self, num_samples: int) -> int:
+        """Return the number of steps of an epoch of so many samples: those taken, and those left for the present ranks.
+
+        The number is the same on all ranks, and changes within an epoch only when the number of ranks does.
+        """
+        left = num_samples - self.cursor - self._begun
+        planned = steps_of(left, self._batch_size, self.world_size, drop_last=self._drop_last)
+        return self._steps_taken + bool(self._begun) + planned
 
     def _check_position(self, num_used: int) -> None:  # noqa: B027  (a stream cannot know)
         """Raise ``ConfigurationError`` if the epoch is known to have fewer samples."""

@@ -39,14 +39,14 @@ class ElasticSampler(Dealer, Sampler[list[int]]):
         epoch: The number of the epoch, on which the order depends.
         cursor: The number of samples of this epoch that steps have used.
         part: The number of parts of the present step that have taken effect (``job.parts``).
-        rank: This rank, from the last ``place``.
-        world_size: The number of ranks.
+        rank: This rank, from the last ``place``; before that, the one with which the launcher lets it begin.
+        world_size: The number of ranks, in the same way.
     """
 
     def __init__(
         self, dataset: Sized | int, batch_size: int, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
     ) -> None:
-        """Begin at the first sample of epoch 0, with one rank.
+        """Begin at the first sample of epoch 0, with the ranks that the launcher has started.
 
         Args:
             dataset: The data set, which has a length; or the number of samples.
@@ -63,10 +63,9 @@ class ElasticSampler(Dealer, Sampler[list[int]]):
                 "a tr.ElasticSampler needs a data set with a length: use tr.ElasticStream for an iterable data set"
             )
         num_samples = dataset if isinstance(dataset, int) else len(dataset)
-        super().__init__()
+        super().__init__(batch_size, drop_last=drop_last)
         self._num_samples = checks.integer("the number of samples", num_samples, minimum=1)
-        self._batch_size = checks.integer("batch_size", batch_size, minimum=1)
-        self._shuffle, self._seed, self._drop_last = bool(shuffle), checks.integer("seed", seed), bool(drop_last)
+        self._shuffle, self._seed = bool(shuffle), checks.integer("seed", seed)
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the indices of this rank's samples, step by step, from the cursor to the end of the epoch."""
@@ -78,8 +77,12 @@ class ElasticSampler(Dealer, Sampler[list[int]]):
                 yield order[cursor + begin : cursor + begin + num_mine].tolist()
 
     def __len__(self) -> int:
-        """Return the number of steps from the cursor to the end of the epoch."""
-        return sum(1 for _ in self._steps())
+        """Return the number of steps of this epoch, which is the number of batches of this rank in it.
+
+        It is the same on all ranks, before ``tr.recoverable`` and in it, at the begin of an epoch and later. When the
+        number of ranks changes, it becomes the number of steps taken and of those that the present ranks will take.
+        """
+        return self._steps_of_epoch(self._num_samples)
 
     @property
     def next_total(self) -> int:

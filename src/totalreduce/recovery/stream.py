@@ -11,7 +11,6 @@ import torch.utils.data._utils.worker as data_worker
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.recovery.dealing import NO_BATCH, Dealer, samples_of_step, share_of
 
@@ -87,8 +86,8 @@ class ElasticStream(Dealer, IterableDataset[Any]):
         epoch: The number of the epoch.
         cursor: The number of samples of this epoch that steps have used.
         part: The number of parts of the present step that have taken effect (``job.parts``).
-        rank: This rank, from the last ``place``.
-        world_size: The number of ranks.
+        rank: This rank, from the last ``place``; before that, the one with which the launcher lets it begin.
+        world_size: The number of ranks, in the same way.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class ElasticStream(Dealer, IterableDataset[Any]):
         collate: Callable[[list[Any]], Any] = default_collate,
         drop_last: bool = False,
     ) -> None:
-        """Begin at the first sample of epoch 0, with one rank. Nothing is read.
+        """Begin at the first sample of epoch 0, with the ranks that the launcher has started. Nothing is read.
 
         Args:
             dataset: The data set: an ``IterableDataset``, or any object that can be iterated again and again.
@@ -110,7 +109,7 @@ class ElasticStream(Dealer, IterableDataset[Any]):
         Raises:
             ConfigurationError: The data set cannot be iterated, or only once; or ``batch_size`` is not positive.
         """
-        super().__init__()
+        super().__init__(batch_size, drop_last=drop_last)
         if isinstance(dataset, Iterator) and not isinstance(dataset, IterableDataset | Seekable):
             raise ConfigurationError(
                 f"a tr.ElasticStream reads its data set again after a loss, and a {type(dataset).__name__} can be read "
@@ -119,8 +118,6 @@ class ElasticStream(Dealer, IterableDataset[Any]):
         if not isinstance(dataset, Iterable | Seekable):
             raise ConfigurationError(f"a tr.ElasticStream needs an iterable data set, not a {type(dataset).__name__}")
         self._dataset, self._collate = dataset, collate
-        self._batch_size = checks.integer("batch_size", batch_size, minimum=1)
-        self._drop_last = bool(drop_last)
         self._is_over = False
         #: Of the step whose batch this process has got last: its samples, and those after it.
         self._total = 0
@@ -138,6 +135,14 @@ class ElasticStream(Dealer, IterableDataset[Any]):
         for index, (total, left, samples) in enumerate(self._steps()):
             if index % num_workers == own:
                 yield _Dealt(total, left, len(samples), self._collate(samples) if samples else None)
+
+    def __len__(self) -> int:
+        """Return the number of steps of this epoch, as ``tr.ElasticSampler`` does, if the data set has a length.
+
+        Raises:
+            TypeError: It has none.
+        """
+        return self._steps_taken if self._is_over else self._steps_of_epoch(len(self._dataset))  # type: ignore[arg-type]
 
     @property
     def next_total(self) -> int:
