@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
-#: Drops the host and runs the command line here, in a session of its own, so that the end of the shell is not its end.
+#: Drops the host and runs the command line here, in another folder, as a login does, and in a session of its own, so
+#: that the end of the shell is not its end.
 #: A host is unreachable while the file ``down-HOST`` exists.
 FAKE = """#!/bin/sh
 host=$1; shift
 if [ -e "{folder}/down-$host" ]; then echo "ssh: connect to host $host: No route to host" >&2; exit 255; fi
 unset TOTALREDUCE_JOB_ID
+cd /
 HOME=/home/of-$host exec setsid --wait sh -c "$*"
 """
 

@@ -123,6 +123,17 @@ print("error", rank, file=sys.stderr)""",
     assert [worker.host for worker in result.workers] == ["127.0.0.2"] * 2 + ["127.0.0.3"] * 4 + ["localhost"]
 
 
+def test_a_folder_has_on_other_hosts_the_name_that_the_user_gave_it(tmp_path, shell, monkeypatch):
+    """The folder behind a link, such as an automounted home, may have another name there."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "home").symlink_to("real")
+    argv = of_script(tmp_path, "print(os.environ['PWD'], os.path.samefile('.', os.environ['PWD']))")
+    monkeypatch.chdir(tmp_path / "home")
+    monkeypatch.setenv("PWD", str(tmp_path / "home"))
+    result = run_workers(argv, num_workers=1, hosts=listed("127.0.0.2", shell), output="capture", timeout_s=60.0)
+    assert (result.exit_code, result.output) == (0, [f"{tmp_path}/home True\n"]), result.errors
+
+
 def test_exit_codes_signals_and_hosts_of_failures(tmp_path, shell, launched):
     argv = of_script(
         tmp_path, "time.sleep(float(sys.argv[1]) if sys.argv[1:] else rank * 9)\nos.kill(os.getpid(), signal.SIGSEGV)"

@@ -1,10 +1,21 @@
 """Which launcher started this process, and what the TOTALREDUCE_* variables say."""
 
+import os
+import sys
+
 import pytest
 
-from totalreduce.foundation.environment import is_debugging, read_job_key, read_settings, read_world
+from totalreduce.foundation.environment import (
+    is_debugging,
+    read_job_key,
+    read_settings,
+    read_world,
+    users_path,
+    working_folder,
+)
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.world import expand_counts, expand_hostlist
+from totalreduce.launch.placement import HostOptions
 
 TORCHRUN = {
     "RANK": "3",
@@ -241,3 +252,59 @@ def test_settings():
 def test_settings_that_make_no_sense(name, value):
     with pytest.raises(ConfigurationError, match=name):
         read_settings({name: value})
+
+
+@pytest.fixture
+def linked(tmp_path, monkeypatch):
+    """A folder ``real/user/job`` in which this process is, and the link ``home`` to ``real``, through which it came."""
+    folder = tmp_path / "real" / "user" / "job"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").touch()
+    (folder.parent / "python").touch()
+    (tmp_path / "real" / "outside").touch()
+    (tmp_path / "home").symlink_to("real")
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PWD", str(tmp_path / "home" / "user" / "job"))
+    return tmp_path
+
+
+def test_the_present_folder_has_the_name_that_the_user_gave_it(linked):
+    assert working_folder() == f"{linked}/home/user/job"
+
+
+@pytest.mark.parametrize(
+    "named", ["", "home/user/job", "{}/home", "{}/home/./user/job", "{}/absent", "{}/home/user/job/../job"]
+)
+def test_a_name_that_is_not_that_of_the_present_folder_is_not_used(linked, monkeypatch, named):
+    monkeypatch.setenv("PWD", named.format(linked))
+    assert working_folder() == f"{linked}/real/user/job"
+    assert users_path(f"{linked}/real/user/job/bin/python") == f"{linked}/real/user/job/bin/python"
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("real/user/job/bin/python", "home/user/job/bin/python"),
+        ("real/user/job/../job/bin/python", "home/user/job/../job/bin/python"),
+        ("real/user/python", "home/user/python"),
+        ("real/outside", "home/outside"),
+        ("real/user/job2/python", "real/user/job2/python"),  # there is none
+        ("home/user/job/bin/python", "home/user/job/bin/python"),
+    ],
+)
+def test_a_path_below_the_present_folder_or_beside_it_has_the_users_name(linked, path, expected):
+    assert users_path(f"{linked}/{path}") == f"{linked}/{expected}"
+    assert users_path("/usr/bin/env") == "/usr/bin/env"
+
+
+def test_other_hosts_run_the_python_of_this_one_by_the_users_name(linked, monkeypatch):
+    monkeypatch.setattr(sys, "executable", f"{linked}/real/user/job/bin/python")
+    assert HostOptions(hosts=()).python == f"{linked}/home/user/job/bin/python"
+
+
+def test_a_folder_that_was_removed_is_an_error(linked):
+    (linked / "real" / "gone").mkdir()
+    os.chdir(linked / "real" / "gone")
+    (linked / "real" / "gone").rmdir()
+    with pytest.raises(ConfigurationError, match="the present folder was removed"):
+        users_path("/usr/bin/env")

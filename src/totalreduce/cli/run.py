@@ -17,7 +17,7 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
-from totalreduce.foundation.environment import LIVE, current
+from totalreduce.foundation.environment import LIVE, current, users_path
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.os_errors import describe_error
 from totalreduce.launch.hosts import Host, parse_hosts
@@ -227,7 +227,7 @@ def run(
         if remote_shell is not None and any(value is not None for value in ssh.values()):
             raise ConfigurationError("--ssh-port and --ssh-identity are options of ssh: put them into --remote-shell")
         shell = ssh_command(port=ssh_port, identity=ssh_identity) if remote_shell is None else shlex.split(remote_shell)
-        python = remote_python or sys.executable
+        python = remote_python or users_path(sys.executable)
         several = HostOptions(hosts=listed, file=hosts_file, shell=tuple(shell), python=python, address=address)
         num_workers = num_workers or _without_servers(sum(host.slots for host in listed), num_servers, "slots")
     elif given := [name for name, value in remote.items() if value is not None]:

@@ -26,7 +26,9 @@ __all__ = [
     "read_settings",
     "read_world",
     "runtime_folders",
+    "users_path",
     "words_to_complete",
+    "working_folder",
 ]
 
 _COMPUTE_MODES = ("auto", "thread", "inline")
@@ -234,6 +236,47 @@ def read_settings(env: Mapping[str, str] | None = None) -> Settings:
     env = _present(env)
     values = {field: parse(name, env[name]) for name, (field, parse) in _SETTINGS.items() if name in env}
     return Settings(**values, tls=_tls(env), warnings=(*_unknown_names(env), *_key_warnings(env)))
+
+
+def working_folder() -> str:
+    """Return the present folder by the user's name for it.
+
+    The kernel's name has no symbolic links; the user's, which shells keep in ``PWD``, has those that the user went
+    through. On other hosts the same folder may have the user's name only, for instance with automounted homes.
+
+    Raises:
+        ConfigurationError: The folder was removed.
+    """
+    try:
+        physical = os.getcwd()
+    except OSError as error:
+        raise ConfigurationError("the present folder was removed: go to one that exists") from error
+    named = os.environ.get("PWD", "")
+    if not os.path.isabs(named) or {".", ".."}.intersection(named.split("/")) or not _is_same_file(named, physical):
+        return physical
+    return named
+
+
+def users_path(path: str) -> str:
+    """Return an absolute path in which the present folder, or one above it, has the user's name (``working_folder``).
+
+    Python's name of its executable has the kernel's names, if the user has started it by a relative path.
+    """
+    named, physical = working_folder(), os.getcwd()
+    while physical != named:
+        if path.startswith(f"{physical}/") and _is_same_file(found := named + path.removeprefix(physical), path):
+            return found
+        if os.path.basename(physical) != os.path.basename(named):
+            break
+        physical, named = os.path.dirname(physical), os.path.dirname(named)
+    return path
+
+
+def _is_same_file(one: str, other: str) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return False
 
 
 def cache_folder() -> Path | None:

@@ -7,10 +7,11 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
+from totalreduce.foundation.environment import users_path
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.os_errors import describe_error
 from totalreduce.launch.address import towards
@@ -50,14 +51,14 @@ class HostOptions:
         hosts: The hosts at the begin. ``localhost`` and this host's own name need no remote shell.
         file: The file that lists them. With ``RecoveryOptions`` it is read again when it changes.
         shell: The remote shell: a command to which a host and a command line for it are appended.
-        python: The Python interpreter of the other hosts.
+        python: The Python interpreter of the other hosts; by default at the path of this one.
         address: The address of this host for the others; by default that of the route to them.
     """
 
     hosts: tuple[Host, ...]
     file: Path | None = None
     shell: tuple[str, ...] = ssh_command()
-    python: str = sys.executable
+    python: str = field(default_factory=lambda: users_path(sys.executable))
     address: str | None = None
 
 

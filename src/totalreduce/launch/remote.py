@@ -39,7 +39,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from totalreduce.foundation.environment import LIVE, REMOTE_WORKER, current
+from totalreduce.foundation.environment import LIVE, REMOTE_WORKER, current, working_folder
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError
 from totalreduce.foundation.os_errors import describe_error
 from totalreduce.launch.guard import kill_processes
@@ -119,7 +119,7 @@ class RemoteWorker(Worker):
         os.set_blocking(self.process.stdin.fileno(), False)
         order = {
             "command": list(command),
-            "folder": str(Path.cwd()),
+            "folder": working_folder(),
             "environment": _sent(environment),
             "has_input": has_input,
             "num_local": num_local,
@@ -385,7 +385,7 @@ def main() -> int:
         order = launcher.order()
     except EOFError:
         return _CONNECTION_LOST
-    environment = {**current(), **order["environment"], REMOTE_WORKER: order["mark"]}
+    environment = {**current(), **order["environment"], REMOTE_WORKER: order["mark"], "PWD": order["folder"]}
     environment.setdefault("OMP_NUM_THREADS", str(default_num_threads(order["num_local"])))
     with contextlib.ExitStack() as stack:  # removes the folder, however the worker ends
         live = None
