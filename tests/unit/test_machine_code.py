@@ -88,6 +88,18 @@ def test_without_any_folder_every_process_compiles(folder):
         assert call(folder, folder / "home") == ["42", "True"]
 
 
+def test_a_full_disk_beside_the_source_costs_one_compilation_in_all(folder, small_disk, tmp_path_factory):
+    """The code is kept in the next folder, and nothing is left on the full disk."""
+    disk = small_disk(8)
+    (disk / "other").write_bytes(bytes(8 << 10))
+    (folder / "__pycache__").symlink_to(disk)
+    home = tmp_path_factory.mktemp("home")
+    (folder / "doubling.py").write_text(textwrap.dedent(MODULE).replace("return", "print('compiled')\n    return"))
+    assert call(folder, home) == ["compiled", "42", "True"]
+    assert call(folder, home) == ["42", "False"]
+    assert not [path for path in disk.iterdir() if path.suffix not in ("", ".lock")]
+
+
 def test_processes_that_start_together_compile_once(folder):
     runs = [
         subprocess.Popen(

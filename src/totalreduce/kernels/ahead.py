@@ -71,9 +71,9 @@ def _compile_once(name: str) -> None:
 
 
 def _folder() -> Path | None:
-    """Return the folder in which Numba keeps the kernels; ``None`` if it compiles nothing (``NUMBA_DISABLE_JIT``)."""
+    """Return the folder in which Numba keeps the kernels; ``None`` if there is none, or it compiles nothing."""
     stats = getattr(selection.accumulate, "stats", None)
-    return None if stats is None else Path(stats.cache_path)
+    return None if stats is None or stats.cache_path is None else Path(stats.cache_path)
 
 
 def _digest() -> str:

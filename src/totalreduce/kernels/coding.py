@@ -14,9 +14,10 @@ Values are float32, or bfloat16: the upper half of a float32, rounded to nearest
 from __future__ import annotations
 
 import numpy as np
-from numba import int64, njit, uint8, uint32, uint64
+from numba import int64, uint8, uint32, uint64
 
 from totalreduce.kernels.arrays import Array
+from totalreduce.kernels.compiled import compiled
 from totalreduce.kernels.vectors import load_word, store_word, trailing_zeros
 
 __all__ = [
@@ -56,7 +57,7 @@ def coded_bytes_max(count: int, span: int) -> int:
     return (bits + 7) // 8 if count else 0
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def _num_bits(index: Array, begin: int, end: int, expected: int, parameter: int) -> int:
     """Return the length of a piece's code; ``expected`` is its smallest possible index."""
     bits: int = int64(end - begin) * (parameter + 1)
@@ -66,7 +67,7 @@ def _num_bits(index: Array, begin: int, end: int, expected: int, parameter: int)
     return bits
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def _fitting(index: Array, begin: int, end: int, expected: int, parameter: int) -> int:
     """Return the parameter with the shortest code of a piece. Lengths fall up to it and rise beyond it."""
     gap = index[begin] - expected
@@ -89,7 +90,7 @@ def _fitting(index: Array, begin: int, end: int, expected: int, parameter: int) 
     return parameter
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def encode_gaps(index: Array, first: int, parameter: int, out: Array) -> int:
     """Write the gaps between ascending indices; the first gap is counted from ``first``.
 
@@ -142,7 +143,7 @@ def encode_gaps(index: Array, first: int, parameter: int, out: Array) -> int:
     return at
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def _fill(coded: Array, at: int, window: int, num_bits: int) -> tuple[int, int, int]:
     """Fill the window with more than 32 bits, or with all that are left."""
     if num_bits <= 32 and at + 4 <= coded.size:
@@ -158,7 +159,7 @@ def _fill(coded: Array, at: int, window: int, num_bits: int) -> tuple[int, int, 
     return at, window, num_bits
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def decode_gaps(coded: Array, first: int, end: int, index: Array) -> int:
     """Undo ``encode_gaps``: fill ``index``.
 
@@ -217,7 +218,7 @@ def decode_gaps(coded: Array, first: int, end: int, index: Array) -> int:
     return at - num_bits // 8
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def round_values(values: Array) -> None:
     """Round float32 to bfloat16, in place, to nearest even; finite values stay finite."""
     bits = values.view(np.uint32)
@@ -235,7 +236,7 @@ def narrow(values: Array) -> Array:
     return halves
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def widen(halves: Array, out: Array) -> None:
     """Write the float32 that have these upper halves."""
     bits = out.view(np.uint32)

@@ -11,11 +11,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import hashlib
 import importlib
 import os
-import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Final
@@ -23,6 +23,7 @@ from typing import Final
 from llvmlite import binding
 
 from totalreduce.foundation.environment import cache_folder
+from totalreduce.foundation.files import replacing
 
 __all__ = ["SYMBOLS", "Loaded", "digest_of_machine", "files", "load", "only_one"]
 
@@ -103,11 +104,17 @@ def load(module: str, num_arguments: int, sources: Sequence[Path]) -> Loaded:
     digest = digest_of_machine()
     for source in sources:
         digest.update(source.read_bytes())
-    for folder in _folders():
-        path = folder / f"{module}-{digest.hexdigest()}.o"
+    paths = [folder / f"{module}-{digest.hexdigest()}.o" for folder in _folders()]
+    make = functools.cache(lambda: _compile(module))  # once, even if the file cannot be written in the first folder
+    for path in paths:
         with contextlib.suppress(OSError):
-            return Loaded(_read_or_make(path, module), num_arguments)
-    return Loaded(_compile(module), num_arguments)
+            code = _read(path)
+            if code is not None:
+                return Loaded(code, num_arguments)
+    for path in paths:
+        with contextlib.suppress(OSError):
+            return Loaded(_read_or_make(path, make), num_arguments)
+    return Loaded(make(), num_arguments)
 
 
 def digest_of_machine() -> hashlib.blake2b:
@@ -127,15 +134,14 @@ def _folders() -> Iterator[Path]:
         yield folder
 
 
-def _read_or_make(path: Path, module: str) -> bytes:
-    code = _read(path)
-    if code is None:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with only_one(path):
-            code = _read(path)
-            if code is None:
-                code = _compile(module)
-                _write(path, code)
+def _read_or_make(path: Path, make: Callable[[], bytes]) -> bytes:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with only_one(path):
+        code = _read(path)
+        if code is None:
+            code = make()
+            with replacing(path) as file:
+                file.write(_digest(code) + code)
     return code
 
 
@@ -147,12 +153,6 @@ def _read(path: Path) -> bytes | None:
         return None
     digest, code = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
     return code if code and digest == _digest(code) else None
-
-
-def _write(path: Path, code: bytes) -> None:
-    beside = path.with_suffix(f".{secrets.token_hex(8)}")
-    beside.write_bytes(_digest(code) + code)
-    beside.replace(path)
 
 
 def _digest(code: bytes) -> bytes:

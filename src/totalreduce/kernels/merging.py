@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import int32, int64, njit, uint64
+from numba import int32, int64, uint64
 
 from totalreduce.kernels.arrays import Array
+from totalreduce.kernels.compiled import compiled
 from totalreduce.kernels.vectors import trailing_zeros
 
 __all__ = ["add_up", "found_in", "sum_sparse"]
@@ -14,7 +15,7 @@ __all__ = ["add_up", "found_in", "sum_sparse"]
 _BLOCK = 1 << 15
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def _sum_two(index: Array, value: Array, bounds: Array, out_index: Array, out_value: Array) -> int:
     """Merge two vectors, without branches that cannot be predicted."""
     zero = np.float32(0.0)
@@ -35,7 +36,7 @@ def _sum_two(index: Array, value: Array, bounds: Array, out_index: Array, out_va
     return int(int64(num_out))
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def sum_sparse(index: Array, value: Array, bounds: Array, out_index: Array, out_value: Array) -> int:
     """Add sparse vectors; the elements of one index are added in the order of the vectors.
 
@@ -86,7 +87,7 @@ def sum_sparse(index: Array, value: Array, bounds: Array, out_index: Array, out_
                 sums[place] = np.float32(0.0)
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def found_in(index: Array, other: Array) -> Array:
     """Return for each index whether ``other`` has it; both are ascending."""
     found = np.zeros(index.size, np.bool_)

@@ -15,9 +15,10 @@ undefined.
 from __future__ import annotations
 
 import numpy as np
-from numba import float32, int8, int32, int64, njit, uint8, uint32, uint64
+from numba import float32, int8, int32, int64, uint8, uint32, uint64
 
 from totalreduce.kernels.arrays import Array
+from totalreduce.kernels.compiled import compiled
 from totalreduce.kernels.vectors import LANES, load_word, sign_lanes, store_word
 
 __all__ = [
@@ -50,7 +51,7 @@ _ROUNDING = np.float32(12582912.0)
 _ONE_24TH = np.float32(1.0 / (1 << 24))
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def _random(seed: int, index: int) -> float:
     """Return a number in [0, 1): a hash of seed and index, with the multipliers of Weyl and of Wellons' lowbias32."""
     x = uint32(uint32(index) * uint32(0x9E3779B9)) ^ uint32(seed)
@@ -62,7 +63,7 @@ def _random(seed: int, index: int) -> float:
     return number
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def _largest(values: Array) -> int:
     """Return the bits of the largest magnitude; those of infinities and NaN are above all others."""
     bits = values.view(np.int32)
@@ -73,13 +74,13 @@ def _largest(values: Array) -> int:
     return largest
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def within_limit(values: Array) -> bool:
     """Whether all values can be encoded."""
     return bool(_largest(values) <= _LIMIT_BITS)
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def _scale(values: Array, most: float, scale: Array) -> float:
     """Write the scale of a block; return its inverse, 0 for a block of zeros, and -1 if a value cannot be encoded."""
     largest, inverse = np.empty(1, np.int32), np.zeros(1, np.float32)
@@ -94,7 +95,7 @@ def _scale(values: Array, most: float, scale: Array) -> float:
     return float(inverse[0])
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def _round(values: Array, inverse: float, most: float, seed: int, first: int, stochastic: bool, out: Array) -> None:
     """Write the integers, int8, of a block that begins at the element ``first``."""
     if stochastic:
@@ -106,13 +107,13 @@ def _round(values: Array, inverse: float, most: float, seed: int, first: int, st
             out[i] = int8(int32((values[i] * inverse + _ROUNDING) - _ROUNDING))
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def _keep_rest(values: Array, scale: float, integers: Array) -> None:
     for i in range(values.size):
         values[i] -= scale * float32(integers[i])
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def _write(source: Array, adds: bool, out: Array) -> None:
     if adds:
         for i in range(out.size):
@@ -122,7 +123,7 @@ def _write(source: Array, adds: bool, out: Array) -> None:
             out[i] = source[i]
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def encode_bytes(
     values: Array, block: int, seed: int, stochastic: bool, keeps: bool, scales: Array, codes: Array
 ) -> bool:
@@ -150,7 +151,7 @@ def encode_bytes(
     return True
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def decode_bytes(scales: Array, codes: Array, block: int, adds: bool, out: Array) -> None:
     """Undo ``encode_bytes``: overwrite ``out``, float32, or add to it."""
     for number in range(scales.size):
@@ -164,7 +165,7 @@ def decode_bytes(scales: Array, codes: Array, block: int, adds: bool, out: Array
                 part[i] = scale * float32(integers[i])
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def encode_nibbles(
     values: Array, block: int, seed: int, stochastic: bool, keeps: bool, scales: Array, codes: Array
 ) -> bool:
@@ -191,7 +192,7 @@ def encode_nibbles(
     return True
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def decode_nibbles(scales: Array, codes: Array, block: int, adds: bool, out: Array) -> None:
     """Undo ``encode_nibbles``: overwrite ``out``, float32, or add to it."""
     room = np.zeros(block, np.float32)
@@ -206,7 +207,7 @@ def decode_nibbles(scales: Array, codes: Array, block: int, adds: bool, out: Arr
         _write(room, adds, part)
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def encode_trits(values: Array, block: int, seed: int, keeps: bool, scales: Array, codes: Array) -> bool:
     """Encode each value as -1, 0 or 1 times the largest magnitude of its block, at random.
 
@@ -234,7 +235,7 @@ def encode_trits(values: Array, block: int, seed: int, keeps: bool, scales: Arra
     return True
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def decode_trits(scales: Array, codes: Array, block: int, adds: bool, out: Array) -> bool:
     """Undo ``encode_trits``: overwrite ``out``, float32, or add to it. False: a byte of the code is above 242."""
     room, size, largest = np.zeros(block, np.float32), block // TRITS, uint8(0)
@@ -256,7 +257,7 @@ def decode_trits(scales: Array, codes: Array, block: int, adds: bool, out: Array
     return is_code
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc"})  # type: ignore[untyped-decorator]
+@compiled(fastmath={"reassoc"})
 def _sums(values: Array) -> tuple[float, float]:
     """Return the sum of a block's values and that of their magnitudes."""
     total, magnitudes = float32(0.0), float32(0.0)
@@ -266,7 +267,7 @@ def _sums(values: Array) -> tuple[float, float]:
     return total, magnitudes
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def _num_negative(values: Array) -> int:
     bits = values.view(np.uint32)
     count = uint32(0)
@@ -275,7 +276,7 @@ def _num_negative(values: Array) -> int:
     return int(int64(count))
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def encode_signs(values: Array, block: int, keeps: bool, means: Array, codes: Array) -> bool:
     """Encode each value as its sign bit; it stands for the mean of the values with this sign in the block.
 
@@ -314,7 +315,7 @@ def encode_signs(values: Array, block: int, keeps: bool, means: Array, codes: Ar
     return True
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def decode_signs(means: Array, codes: Array, block: int, adds: bool, out: Array) -> None:
     """Undo ``encode_signs``: overwrite ``out``, float32, or add to it."""
     room = np.zeros(LANES, np.float32)
@@ -329,7 +330,7 @@ def decode_signs(means: Array, codes: Array, block: int, adds: bool, out: Array)
             _write(room, adds, part[first : first + LANES])
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def round_halves(values: Array, keeps: bool, codes: Array) -> None:
     """Encode each value, finite, as the nearest bfloat16: the upper half, uint16, of its bits. See ``coding.widen``."""
     bits = values.view(np.uint32)
@@ -349,7 +350,7 @@ def round_halves(values: Array, keeps: bool, codes: Array) -> None:
                 part[i] -= room[i]
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def take_quanta(values: Array, quantum: float, index: Array, keeps: bool, codes: Array) -> None:
     """Encode the signs of listed values, each of which stands for a quantum (Strom, Interspeech 2015).
 
@@ -367,7 +368,7 @@ def take_quanta(values: Array, quantum: float, index: Array, keeps: bool, codes:
             values[index[i]] -= -quantum if negative else quantum
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def write_quanta(codes: Array, quantum: float, index: Array, out: Array) -> None:
     """Add the quanta of ``take_quanta`` to ``out``, float32."""
     for i in range(index.size):

@@ -7,9 +7,10 @@ once, and NumPy's own indexing has not.
 from __future__ import annotations
 
 import numpy as np
-from numba import int64, njit
+from numba import int64
 
 from totalreduce.kernels.arrays import Array
+from totalreduce.kernels.compiled import compiled
 from totalreduce.kernels.vectors import LANES, fence, stream_lanes
 
 __all__ = ["gather", "keep_rest", "overwrite", "scatter", "scatter_add"]
@@ -19,7 +20,7 @@ _PAGE = 1024
 _LINE_BYTES, _WIDTH = 64, 4
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def scatter(target: Array, first: int, index: Array, value: Array, factor: float) -> None:
     """``target[index - first] = value * factor``.
 
@@ -34,14 +35,14 @@ def scatter(target: Array, first: int, index: Array, value: Array, factor: float
         target[index[i] - first] = value[i] * factor
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def scatter_add(target: Array, first: int, index: Array, value: Array, factor: float) -> None:
     """``target[index - first] += value * factor``; see ``scatter``. No index may come twice."""
     for i in range(index.size):
         target[index[i] - first] += value[i] * factor
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def overwrite(target: Array, first: int, index: Array, value: Array, factor: float) -> None:
     """``target[index - first] = value * factor``, and zeros everywhere else; see ``scatter``.
 
@@ -70,14 +71,14 @@ def overwrite(target: Array, first: int, index: Array, value: Array, factor: flo
     scatter(target, first, index[i:], value[i:], factor)
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def gather(source: Array, first: int, index: Array, out: Array) -> None:
     """``out = source[index - first]``."""
     for i in range(index.size):
         out[i] = source[index[i] - first]
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def keep_rest(target: Array, first: int, index: Array, value: Array, sent: Array, applied: Array) -> None:
     """``target[index - first] = value - sent`` for indices that are also in ``applied``."""
     i = j = 0

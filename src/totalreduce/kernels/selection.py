@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numba import int32, int64, njit, uint64
+from numba import int32, int64, uint64
 
 from totalreduce.kernels.arrays import Array
+from totalreduce.kernels.compiled import compiled
 from totalreduce.kernels.vectors import LANES, accumulate_lanes, select_lanes, trailing_zeros
 
 __all__ = [
@@ -45,7 +46,7 @@ _DIGITS = ((20, 0x7FF), (9, 0x7FF), (0, 0x1FF))
 _NEAR_SHIFT, _NEAR_MASK = 11, 0x7FF
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def accumulate(
     gradient: Array, residual: Array, scale: float, bound: int, first: int, index: Array, value: Array, count: int
 ) -> int:
@@ -88,7 +89,7 @@ def accumulate(
     return -1 - count if full else count
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def select(source: Array, bound: int, first: int, index: Array, value: Array, count: int) -> int:
     """List the elements that reach the bound, like ``accumulate``; the memory is only read."""
     n = source.size
@@ -104,7 +105,7 @@ def select(source: Array, bound: int, first: int, index: Array, value: Array, co
     return count
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def _append(bits: int, source: Array, at: int, first: int, index: Array, value: Array, count: int) -> int:
     """Append the elements from ``source[at]`` on whose bits are set."""
     while bits != uint64(0):
@@ -115,7 +116,7 @@ def _append(bits: int, source: Array, at: int, first: int, index: Array, value: 
     return count
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def _select_scalar(
     source: Array, begin: int, end: int, bound: int, first: int, index: Array, value: Array, count: int
 ) -> int:
@@ -127,7 +128,7 @@ def _select_scalar(
     return count
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def _histogram(values: Array, prefix: int, prefix_shift: int, shift: int, mask: int, counts: Array) -> None:
     bits = values.view(np.int32)
     for i in range(bits.size):
@@ -213,7 +214,7 @@ def _digit(counts: Array, k: int) -> tuple[int, int]:
     return counts.size - 1 - place, int(from_top[place - 1]) if place else 0
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def keep_largest(index: Array, value: Array, bound: int, ties: int) -> int:
     """Keep, in place and in order, elements whose magnitude exceeds the bound, and the first ``ties`` that equal it.
 
@@ -231,7 +232,7 @@ def keep_largest(index: Array, value: Array, bound: int, ties: int) -> int:
     return int(int64(kept))
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@compiled()
 def count_bins(value: Array, low: int, shift: int, counts: Array) -> None:
     """Count magnitudes by their bits: bin b begins at ``low + (b << shift)``.
 
