@@ -416,16 +416,6 @@ def test_output_in_files(launcher, script, tmp_path):
     assert "totalreduce:   err" in errors
 
 
-def test_nobody_reads_the_output(launcher, script):
-    process = launcher("-n", 2, script("while True: print('line', os.getpid(), flush=True); time.sleep(0.01)"))
-    pid = int(read_lines(process, 1)[0].split()[2])
-    process.stdout.close()
-    process.stdout = None
-    _, errors = process.communicate(timeout=30)
-    assert (process.returncode, "Traceback" in errors) == (141, False)
-    assert is_gone(pid)
-
-
 def test_a_timeout_ends_the_run(script):
     result = run_workers([sys.executable, script("signal.pause()")], num_workers=2, output="capture", timeout_s=0.3)
     assert (result.exit_code, result.timed_out, result.first_failure) == (124, True, None)

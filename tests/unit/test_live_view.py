@@ -1,6 +1,7 @@
 """The figures of ranks, the folder of a job, and what a person is shown of both."""
 
 import asyncio
+import contextlib
 import io
 import json
 import logging
@@ -351,6 +352,43 @@ def test_the_folder_of_a_job(runtime):
         assert (runtime.stat().st_mode & 0o777, found.path.stat().st_mode & 0o777) == (0o700, 0o700)
     assert find_boards() == []
     assert list(runtime.iterdir()) == []
+
+
+def test_a_full_disk_costs_the_live_view_and_one_warning(small_disk, monkeypatch):
+    folder = small_disk(64)
+    monkeypatch.setattr(board, "runtime_folders", lambda: [folder / "runtime"])
+    said = []
+    with LiveJob(said.append) as live:
+        live.begin("run-9", ["python", "train.py"], 2)
+        before = live.board.read_job()
+        filler = folder / "filler"
+        filler.write_bytes(bytes((64 << 10) - 4096))  # but for the file about the job
+        for _ in range(3):
+            with contextlib.suppress(OSError):
+                live.board.write_figures(0, b"x")
+            live.note({"time": 1.0, "event": "ended", "rank": 0, "exit_code": 3, "signal": None})
+            live._write_at = 0.0
+            live.write()
+        assert said == [
+            "the live view of this job cannot be written: No space left on device (ENOSPC). The job goes on"
+        ]
+        assert live.board.read_job() == before
+        assert [path.name for path in live.board.path.iterdir()] == ["job.json"]
+        filler.unlink()
+        live._write_at = 0.0
+        live.write()
+        assert live.board.read_job()["lost"] == 3
+        assert len(said) == 1
+
+
+def test_a_full_disk_leaves_no_folder_behind(small_disk, monkeypatch):
+    folder = small_disk(8)
+    monkeypatch.setattr(board, "runtime_folders", lambda: [folder])
+    folder.chmod(0o700)
+    (folder / "filler").write_bytes(bytes(8 << 10))
+    with pytest.raises(ConfigurationError, match=r"no folder for the figures .*No space left on device \(ENOSPC\)"):
+        LiveJob()
+    assert [path.name for path in folder.iterdir()] == ["filler"]
 
 
 def test_folders_of_launchers_that_were_killed_are_removed(runtime):

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from totalreduce.launch.ending import Escalation
-from totalreduce.launch.output import LineStream, Printer, Tail
+from totalreduce.launch.lines import LineStream, Printer, Tail
 
 
 def shown(stream, *events):

@@ -1,7 +1,9 @@
 """The progress line: a bar in a terminal, a line now and then elsewhere."""
 
+import contextlib
 import io
 
+import pytest
 from rich.console import Console
 from rich.text import Text
 
@@ -51,3 +53,15 @@ def test_in_a_terminal_of_80_columns_everything_is_seen():
     assert "loss 2.346 · 12,346 tokens/s · 5.0 MB sent per rank · 50% hidden" in shown
     assert "━━━━━━━━━━" in shown
     assert max(len(line) for line in shown.splitlines()) <= 80
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_console_that_cannot_be_written_costs_the_line_and_not_the_training(is_terminal, caplog):
+    full = open("/dev/full", "w")  # noqa: SIM115  (closing it raises an error)
+    console = Console(file=full, force_terminal=is_terminal, width=80)
+    with TrainingProgress("demo", 3, console, interval_s=0.0) as progress:
+        for step in range(1, 4):
+            progress.update(report(step))
+    with contextlib.suppress(OSError):
+        full.close()
+    assert caplog.messages.count("the progress of demo is not shown any more: No space left on device (ENOSPC)") == 1

@@ -12,8 +12,9 @@ import re
 import shlex
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import typer
 
@@ -23,12 +24,16 @@ from totalreduce.foundation.os_errors import describe_error
 from totalreduce.launch.hosts import Host, parse_hosts
 from totalreduce.launch.live import LiveJob
 from totalreduce.launch.local import EmulateOptions, HostOptions, RecoveryOptions, RunResult, run_workers
+from totalreduce.launch.output import Streams
 from totalreduce.launch.placement import launcher_address, read_host_file, ssh_command
 from totalreduce.launch.workers import default_num_threads, describe_ranks
 from totalreduce.observe.job import describe_event
+from totalreduce.observe.reporting import ReportWriter, open_report
 
 __all__ = ["run"]
 
+#: Tells the user a sentence.
+_Note = Callable[[str], None]
 _NUMBER_OF_WORKERS = re.compile(r"-n\d*|--num-workers(=.*)?|--emulate-hosts(=.*)?")
 
 
@@ -218,7 +223,7 @@ def run(
     totalreduce run -n 4 --max-ranks 8 --servers 2 --max-servers 4 --on-loss shrink --hosts-file hosts train.py
     totalreduce run -n 4 --dashboard train.py
     """
-    num_servers = servers or 0
+    num_servers, late = servers or 0, None
     listed = _listed_hosts(hosts, hosts_file)
     ssh = {"--ssh-port": ssh_port, "--ssh-identity": ssh_identity}
     remote = {**ssh, "--remote-shell": remote_shell, "--remote-python": remote_python, "--address": address}
@@ -242,14 +247,25 @@ def run(
     elif ranks_per_host is not None:
         raise ConfigurationError("--ranks-per-host goes with --emulate-hosts")
     elif num_workers is None:
-        _warn_of_late_options(script, arguments or [])
+        late = _late_option(arguments or [])
     num_workers = num_workers or 1
     argv = _command(script, arguments or [], module=module, no_python=no_python)
-    several = _say_what_was_chosen(num_workers, num_servers, emulate, several)
+    _open_closed_streams()
     with contextlib.ExitStack() as stack:
+        streams = stack.enter_context(Streams())
+        note, losses = streams.note, []
+        if late is not None:
+            note(
+                f"started one worker: {late!r} comes after {script} and belongs to the script. For several workers put "
+                f"the option before the script: totalreduce run -n 2 {script}"
+            )
+        several = _say_what_was_chosen(num_workers, num_servers, emulate, several, note)
+        if json_file is not None:
+            _check_summary(json_file)
         recovery = None
         if on_loss is not None:
-            file = None if events is None else stack.enter_context(events.open("w", buffering=1))
+            file = None if events is None else open_report(events, "--events", note)
+            losses = [] if file is None else [file.describe_loss]
             recovery = RecoveryOptions(
                 on_loss=on_loss.value,
                 restarts=10 if restarts is None else restarts,
@@ -257,17 +273,17 @@ def run(
                 max_ranks=max_ranks,
                 max_servers=max_servers,
                 spares=spares or 0,
-                on_event=functools.partial(_show_event, file=file),
+                on_event=functools.partial(_show_event, file=file, note=note),
             )
         elif any(value is not None for value in (restarts, min_ranks, max_ranks, max_servers, spares, events)):
             raise ConfigurationError(
                 "--restarts, --min-ranks, --max-ranks, --max-servers, --spares and --events go with --on-loss"
             )
-        live, missing = _live_job(stack)
+        live, missing = _live_job(stack, note)
         if dashboard or dashboard_port is not None or dashboard_token is not None:
             if live is None:
                 raise ConfigurationError(f"--dashboard shows the figures that the ranks write, and {missing}")
-            _serve_dashboard(stack, live, dashboard_port or 0, dashboard_token)
+            _serve_dashboard(stack, live, dashboard_port or 0, dashboard_token, note)
         result = run_workers(
             argv,
             num_workers=num_workers,
@@ -279,29 +295,58 @@ def run(
             timeout_s=timeout,
             recovery=recovery,
             live=live,
+            streams=streams,
         )
-    if json_file is not None:
-        json_file.write_text(json.dumps({"command": argv, **result.as_dict()}, indent=2) + "\n")
-    with contextlib.suppress(BrokenPipeError):
-        _report(result, timeout)
-    if result.exit_code == 141:
-        # The interpreter would flush into the broken pipe once more on its way out, and complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        result = dataclasses.replace(result, lost=(*result.lost, *filter(None, (loss() for loss in losses))))
+        if json_file is not None:
+            _write_summary(json_file, {"command": argv, **result.as_dict()}, note)
+        _report(result, timeout, note)
     raise typer.Exit(result.exit_code)
 
 
-def _live_job(stack: contextlib.ExitStack) -> tuple[LiveJob | None, str]:
+def _open_closed_streams() -> None:
+    """Have the standard streams that are closed be ``/dev/null``, so that no other file gets their descriptors."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+
+
+def _check_summary(path: Path) -> None:
+    """Refuse a path of ``--json`` that cannot be written, before the job begins."""
+    if not path.parent.is_dir() or path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigurationError(f"cannot write --json {path}: name a file in a folder that exists and can be written")
+
+
+def _write_summary(path: Path, document: dict[str, Any], note: _Note) -> None:
+    """Write the file of ``--json``. If that fails, the job has ended nevertheless, and its exit code counts."""
+    try:
+        writer = open_report(path, "--json", note)
+    except ConfigurationError as error:
+        note(str(error))
+        return
+    writer.write(json.dumps(document, indent=2).encode() + b"\n")
+    writer.close()
+    if writer.loss.num_bytes:
+        with contextlib.suppress(OSError):  # a part of it would look like a document
+            os.truncate(path, 0)
+
+
+def _live_job(stack: contextlib.ExitStack, note: _Note) -> tuple[LiveJob | None, str]:
     """Return the folder for the live view; or ``None``, and why the job does without: unwanted, or impossible."""
     if current().get(LIVE) == "0":
         return None, f"{LIVE}=0 forbids that"
     try:
-        return stack.enter_context(LiveJob()), ""
+        return stack.enter_context(LiveJob(note)), ""
     except ConfigurationError as error:
-        _note(f"no live view of this job: {error}")
+        note(f"no live view of this job: {error}")
         return None, str(error)
 
 
-def _serve_dashboard(stack: contextlib.ExitStack, live: LiveJob, port: int, token_file: Path | None) -> None:
+def _serve_dashboard(
+    stack: contextlib.ExitStack, live: LiveJob, port: int, token_file: Path | None, note: _Note
+) -> None:
     """Serve the page until the job has ended."""
     from totalreduce.observe.dashboard import Dashboard
 
@@ -312,25 +357,20 @@ def _serve_dashboard(stack: contextlib.ExitStack, live: LiveJob, port: int, toke
         except OSError as error:
             raise ConfigurationError(f"the token {token_file} cannot be read: {describe_error(error)}") from error
     page = stack.enter_context(Dashboard(live.board, port=port, token=token))
-    _note(f"the dashboard of this job: {page.url if token is None else page.url.partition('?')[0]}")
+    note(f"the dashboard of this job: {page.url if token is None else page.url.partition('?')[0]}")
 
 
-def _show_event(event: dict[str, Any], *, file: TextIO | None) -> None:
+def _show_event(event: dict[str, Any], *, file: ReportWriter | None, note: _Note) -> None:
     """Write an event of recovery to the file, and what a user should know of it to the terminal."""
     if file is not None:
-        file.write(json.dumps(event) + "\n")
+        file.write(json.dumps(event).encode() + b"\n")
     for sentence in describe_event(event):
-        _note(sentence)
+        note(sentence)
 
 
-def _warn_of_late_options(script: str, arguments: list[str]) -> None:
-    """Say that options after the script are the script's, where they look like the launcher's number of workers."""
-    late = next((word for word in arguments if _NUMBER_OF_WORKERS.fullmatch(word)), None)
-    if late is not None:
-        _note(
-            f"started one worker: {late!r} comes after {script} and belongs to the script. For several workers put the "
-            f"option before the script: totalreduce run -n 2 {script}"
-        )
+def _late_option(arguments: list[str]) -> str | None:
+    """Return an option after the script, and so the script's, that looks like the launcher's number of workers."""
+    return next((word for word in arguments if _NUMBER_OF_WORKERS.fullmatch(word)), None)
 
 
 def _without_servers(num_ranks: int, num_servers: int, what: str) -> int:
@@ -373,7 +413,11 @@ def _listed_hosts(hosts: str | None, hosts_file: Path | None) -> tuple[Host, ...
 
 
 def _say_what_was_chosen(
-    num_workers: int, num_servers: int, emulate: EmulateOptions | None, several: HostOptions | None
+    num_workers: int,
+    num_servers: int,
+    emulate: EmulateOptions | None,
+    several: HostOptions | None,
+    note: _Note,
 ) -> HostOptions | None:
     """Show what the user has not chosen; return the options of the hosts with the address that is shown."""
     ranks = describe_ranks(num_workers, num_servers)
@@ -381,35 +425,33 @@ def _say_what_was_chosen(
         address, how = launcher_address(several)
         names = ", ".join(f"{host.name}:{host.slots}" for host in several.hosts[:8])
         names += f" and {len(several.hosts) - 8} more" if len(several.hosts) > 8 else ""
-        _note(f"{ranks} on {names}; they reach this host at {address} ({how}; --address chooses it)")
+        note(f"{ranks} on {names}; they reach this host at {address} ({how}; --address chooses it)")
         return dataclasses.replace(several, address=address)
     if emulate is not None:
         per_host = emulate.ranks_per_host
         each = f"{per_host} worker(s)" if not num_servers else f"{per_host} rank(s)"
         delay = f", {emulate.delay_ms:g} ms from host to host" if emulate.delay_ms else ""
-        _note(f"{emulate.num_hosts} emulated hosts, {emulate.rate} links{delay}, {each} each")
+        note(f"{emulate.num_hosts} emulated hosts, {emulate.rate} links{delay}, {each} each")
     num_ranks = num_workers + num_servers
     if num_ranks > 1 and not current().get("OMP_NUM_THREADS"):
         threads = default_num_threads(num_ranks)
-        _note(f"OMP_NUM_THREADS={threads} for each of {ranks}; set it to choose otherwise")
+        note(f"OMP_NUM_THREADS={threads} for each of {ranks}; set it to choose otherwise")
     return None
 
 
-def _report(result: RunResult, timeout_s: float | None) -> None:
+def _report(result: RunResult, timeout_s: float | None, note: _Note) -> None:
     failure = result.first_failure
     if failure is not None:
         where = "" if failure.host == "localhost" else f" on {failure.host}"
-        _note(f"rank {failure.rank}{where} failed first: {failure.describe()} after {failure.seconds:.1f} s")
+        note(f"rank {failure.rank}{where} failed first: {failure.describe()} after {failure.seconds:.1f} s")
         for line in failure.last_errors:
-            _note(f"  {line}")
+            note(f"  {line}")
         others = [w for w in result.workers if w.rank != failure.rank]
         if others:
-            _note("the others: " + "; ".join(f"rank {w.rank} {w.describe()}" for w in others[:8]))
+            note("the others: " + "; ".join(f"rank {w.rank} {w.describe()}" for w in others[:8]))
     if result.timed_out:
-        _note(f"stopped after --timeout {timeout_s:g} s")
+        note(f"stopped after --timeout {timeout_s:g} s")
     if result.interrupted_by:
-        _note(f"stopped by {result.interrupted_by}")
-
-
-def _note(sentence: str) -> None:
-    print(f"totalreduce: {sentence}", file=sys.stderr, flush=True)
+        note(f"stopped by {result.interrupted_by}")
+    for sentence in result.lost:
+        note(sentence)

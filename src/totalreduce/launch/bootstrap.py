@@ -33,7 +33,7 @@ from totalreduce.launch.transports import TRANSPORTS, JoinRequest, connect
 from totalreduce.native import tuning
 from totalreduce.native.collectives import NativeCollectives
 from totalreduce.observe import Timeline, rank_path
-from totalreduce.observe.logs import JsonFormatter
+from totalreduce.observe.logs import JsonFormatter, ReportHandler
 from totalreduce.observe.publisher import publish
 from totalreduce.runner.runner import ComputeMode, Runner
 from totalreduce.transports.inproc import InprocNetwork
@@ -347,7 +347,7 @@ def _set_up_log(settings: Settings, rank: int, world_size: int) -> None:
     """Log information on rank 0 and warnings on all ranks; an application's own logging is not changed."""
     library = logging.getLogger("totalreduce")  # the parent of the loggers of all areas
     if not (library.handlers or logging.getLogger().handlers):
-        handler = logging.StreamHandler(sys.stderr)
+        handler = ReportHandler(sys.stderr)
         as_json = settings.log_format == "json"
         handler.setFormatter(JsonFormatter(rank) if as_json else logging.Formatter("totalreduce: %(message)s"))
         library.addHandler(handler)

@@ -6,13 +6,13 @@ their output (``remote``).
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
+from totalreduce.foundation.os_errors import describe_error
 from totalreduce.observe.board import Board, launcher_identity, make_board
 from totalreduce.observe.job import JobRecord
 
@@ -30,8 +30,12 @@ class LiveJob:
         board: The folder.
     """
 
-    def __init__(self) -> None:
-        """Make the folder. Raises ``ConfigurationError`` if that is impossible."""
+    def __init__(self, warn: Callable[[str], object] = lambda _: None) -> None:
+        """Make the folder. Raises ``ConfigurationError`` if that is impossible.
+
+        ``warn`` is called with a sentence if the file about the job cannot be written, once.
+        """
+        self._warn: Callable[[str], object] | None = warn
         self.board: Board = make_board(f"run-{os.getpid()}")
         self._record: JobRecord | None = None
         self._is_written = True
@@ -62,5 +66,10 @@ class LiveJob:
         now = time.time()
         if self._record is not None and not self._is_written and not 0 <= now - self._write_at < _WRITE_S:
             self._is_written, self._write_at = True, now
-            with contextlib.suppress(OSError):
+            try:
                 self.board.write_job(self._record.document(now))
+            except OSError as error:
+                self._is_written = False  # it is tried again
+                if self._warn is not None:
+                    self._warn(f"the live view of this job cannot be written: {describe_error(error)}. The job goes on")
+                    self._warn = None

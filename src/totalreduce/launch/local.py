@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 import secrets
 import selectors
@@ -36,7 +35,7 @@ from totalreduce.launch.ending import Escalation, find_first_failure
 from totalreduce.launch.guard import Guard
 from totalreduce.launch.hosts import Host, HostPool
 from totalreduce.launch.live import LiveJob
-from totalreduce.launch.output import Output, Relay, open_relay
+from totalreduce.launch.output import Output, Relay, Streams, open_relay
 from totalreduce.launch.placement import HostOptions, HostsFile, Placement, is_this_host, launcher_address
 from totalreduce.launch.recovery import Keeper, RecoveryOptions, Restarts, Seats, event, worker_variables
 from totalreduce.launch.spares import Spare, Spares
@@ -80,6 +79,7 @@ def run_workers(
     timeout_s: float | None = None,
     recovery: RecoveryOptions | None = None,
     live: LiveJob | None = None,
+    streams: Streams | None = None,
 ) -> RunResult:
     """Run ``num_workers`` copies of a command as the ranks of one job, and return when all have ended.
 
@@ -102,6 +102,7 @@ def run_workers(
         timeout_s: Time after which the run is stopped.
         recovery: What happens when a worker fails; by default the run ends.
         live: The folder for the live view; by default the ranks write no figures.
+        streams: This process's standard output and standard error, if the caller writes to them meanwhile, too.
 
     Raises:
         ConfigurationError: The command cannot be started, the emulated network cannot be made, or the hosts have too
@@ -161,7 +162,8 @@ def run_workers(
         placement = Placement(
             pool, argv, common, num_local=num_local, serving=seats.serving, options=hosts, emulated=emulated
         )
-        supervisor = _Supervisor(open_relay(output, seats.count), Escalation(linger_s, grace_s), placement, kept, live)
+        relay = open_relay(output, seats.count, streams or stack.enter_context(Streams()))
+        supervisor = _Supervisor(relay, Escalation(linger_s, grace_s), placement, kept, live)
         with _signals_to(supervisor):
             try:
                 supervisor.start(seats.first)
@@ -238,7 +240,7 @@ class _Supervisor:
         self._signals: list[signal.Signals] = []
         self._is_to_stop = False
         self._interrupted_by: signal.Signals | None = None
-        self._timed_out = self._output_is_gone = False
+        self._timed_out = False
         self._started_at = self._last_end = time.monotonic()
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
@@ -316,7 +318,7 @@ class _Supervisor:
             spare.seat(rank, placement.environment(rank, incarnation))
             worker = spare.worker
             for is_error, data in enumerate(spare.held):
-                self._shown(functools.partial(self._relay.feed, rank, bytes(data), is_error=bool(is_error)))
+                self._relay.feed(rank, bytes(data), is_error=bool(is_error))
         else:
             worker = self._watched(placement.start(rank, incarnation, self._relay.targets[rank]))
         details = {"rank": rank, "incarnation": incarnation, "pid": worker.process.pid, "host": worker.host}
@@ -392,7 +394,7 @@ class _Supervisor:
             self._read_pipe(*source)
             self._close_pipe(source[0])
         self._selector.close()
-        self._shown(self._relay.close)
+        self._relay.close()
 
     def result(self) -> RunResult:
         """Return the result of the run, after :meth:`finish`."""
@@ -403,8 +405,6 @@ class _Supervisor:
             code = 128 + self._interrupted_by
         elif self._timed_out:
             code = 124
-        elif self._output_is_gone:
-            code = 128 + signal.SIGPIPE
         else:
             code = first.exit_code if first else 0
         output, errors = self._relay.captured()
@@ -415,6 +415,7 @@ class _Supervisor:
             interrupted_by=self._interrupted_by.name if self._interrupted_by else None,
             timed_out=self._timed_out,
             seconds=round(self._last_end - self._started_at, 3),
+            lost=tuple(self._relay.losses()),
             output=output,
             errors=errors,
         )
@@ -614,11 +615,18 @@ class _Supervisor:
                 worker.send(number)
 
     def _read(self, timeout_s: float) -> None:
+        begin = time.monotonic()
+        if self._relay.is_pending:
+            self._relay.wait(timeout_s, self._selector.fileno())
+            timeout_s = 0.0
+        is_held = self._relay.is_full
         # A worker's end ends this wait through its pidfd, so the ends of workers are noticed in their order.
         for key, _ in self._selector.select(timeout_s):
-            if key.data is not None and not self._read_pipe(*key.data):
+            if key.data is not None and not is_held and not self._read_pipe(*key.data):
                 self._close_pipe(key.data[0])
-        self._shown(self._relay.overdue)
+        if not is_held:
+            # What came since the begin may go on in the pipe, where this turn has not read everything.
+            self._relay.overdue(begin)
 
     def _read_pipe(self, pipe: IO[bytes], worker: Worker, is_error: bool) -> bool:
         """Pass on the bytes in a pipe; returns false at the end of the stream."""
@@ -631,7 +639,7 @@ class _Supervisor:
         if spare is not None:
             spare.hold(shown, is_error=is_error)
             return bool(data)
-        self._shown(lambda: self._relay.feed(worker.rank, shown, is_error=is_error))
+        self._relay.feed(worker.rank, shown, is_error=is_error)
         return bool(data)
 
     def _read_rest(self, worker: Worker) -> None:
@@ -643,16 +651,6 @@ class _Supervisor:
         self._selector.unregister(pipe)
         del self._pipes[pipe]
         pipe.close()
-
-    def _shown(self, show: Callable[[], None]) -> None:
-        """Call ``show``. If the reader of the output has gone, stop the run, like any command in a pipeline."""
-        if self._output_is_gone:
-            return
-        try:
-            show()
-        except BrokenPipeError:
-            self._output_is_gone = True
-            self._escalation.interrupted(signal.SIGTERM, time.monotonic())
 
 
 @contextlib.contextmanager

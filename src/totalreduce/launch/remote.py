@@ -345,7 +345,8 @@ def _attend(worker: Worker, launcher: _Launcher, figures: _NewFigures | None) ->
             _obey(worker, line)
         for target in writable:
             # So many bytes do not block. If nobody reads them, the launcher must still be heard, or be found silent.
-            unsent[target] = unsent[target][os.write(target, unsent[target][: select.PIPE_BUF]) :]
+            with contextlib.suppress(BlockingIOError):  # it does not block, and another process has written to it
+                unsent[target] = unsent[target][os.write(target, unsent[target][: select.PIPE_BUF]) :]
         for pipe in set(pipes).intersection(readable):
             data = os.read(pipe, 1 << 16)
             unsent[pipes[pipe]] = data

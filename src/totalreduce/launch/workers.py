@@ -82,13 +82,14 @@ class RunResult:
     """The end of a run.
 
     Attributes:
-        exit_code: Exit code for the launcher: 0, the first failure's code, 124 after a timeout, 141 if the reader of
-            the output has gone, 128 plus the signal's number after a signal.
+        exit_code: Exit code for the launcher: 0, the first failure's code, 124 after a timeout, 128 plus the signal's
+            number after a signal.
         workers: One result per rank.
         first_failure: The worker that failed first by itself, if any.
         interrupted_by: Name of the signal that the launcher got, if any.
         timed_out: Whether ``timeout_s`` ran out.
         seconds: Time from the first start to the last end.
+        lost: Sentences about output that was lost, because its file or its reader has failed.
         output: Standard output per rank, if captured.
         errors: Standard error per rank, if captured.
     """
@@ -99,6 +100,7 @@ class RunResult:
     interrupted_by: str | None = None
     timed_out: bool = False
     seconds: float = 0.0
+    lost: tuple[str, ...] = ()
     output: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 

@@ -12,7 +12,6 @@ import os
 import secrets
 import shutil
 import stat
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple, final
 
 from totalreduce.foundation.environment import runtime_folders
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError
+from totalreduce.foundation.files import replacing
 from totalreduce.foundation.os_errors import describe_error
 from totalreduce.observe.figures import DOCUMENT_BYTES_MAX, RankFigures
 
@@ -116,12 +116,8 @@ class Board:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _replace(self, name: str, content: bytes) -> None:
-        new = self.path / f".{name}.{os.getpid()}.{threading.get_native_id()}"
-        new.unlink(missing_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(new, flags, 0o600), "wb") as file:
+        with replacing(self.path / name, mode=0o600) as file:
             file.write(content)
-        new.replace(self.path / name)
 
 
 def make_board(job: str) -> Board:
@@ -142,8 +138,13 @@ def make_board(job: str) -> Board:
                     board.remove()
             made = Board(folder / f"{job}-{secrets.token_hex(4)}")
             made.path.mkdir(mode=0o700)
-            made.write_job(launcher_identity())
         except OSError as error:
+            reasons.append(f"{folder}: {describe_error(error)}")
+            continue
+        try:
+            made.write_job(launcher_identity())
+        except OSError as error:  # such as a full disk
+            made.remove()
             reasons.append(f"{folder}: {describe_error(error)}")
             continue
         return made

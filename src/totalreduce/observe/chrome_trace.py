@@ -8,10 +8,12 @@ Format: "Trace Event Format" (Chromium project), JSON object form.
 
 from __future__ import annotations
 
+import io
 import json
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from totalreduce.foundation.files import replacing
 
 __all__ = ["FORMAT", "Event", "Tracks", "span", "write_trace"]
 
@@ -76,16 +78,10 @@ def write_trace(path: Path, events: Iterable[Event], metadata: Event) -> None:
     """Write a complete trace file or none, one event per line."""
     # ``default=str``: a stall report may hold any object, and must not make the file impossible.
     encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as stream:
-            stream.write('{"displayTimeUnit":"ms","traceEvents":[')
-            separator = "\n"
-            for event in events:
-                stream.write(separator + encode(event))
-                separator = ",\n"
-            stream.write(f'\n],\n"metadata":{encode(metadata)}}}\n')
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(path) as file, io.TextIOWrapper(file, encoding="utf-8") as stream:
+        stream.write('{"displayTimeUnit":"ms","traceEvents":[')
+        separator = "\n"
+        for event in events:
+            stream.write(separator + encode(event))
+            separator = ",\n"
+        stream.write(f'\n],\n"metadata":{encode(metadata)}}}\n')

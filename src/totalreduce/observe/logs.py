@@ -1,15 +1,21 @@
-"""Log records as lines of JSON, for programs that collect the logs of many ranks."""
+"""The log of a rank: lines of JSON for programs that collect the logs of many ranks, and lines that hold no rank up."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import socket
 from datetime import UTC, datetime
-from typing import Any, final
+from typing import IO, Any, final
 
-__all__ = ["JsonFormatter"]
+from totalreduce.observe.reporting import ReportWriter
+
+__all__ = ["JsonFormatter", "ReportHandler"]
+
+#: How long a line waits for a reader of the log that reads nothing, and how many bytes then wait in memory.
+_WAIT_S, _BYTES_MAX = 1.0, 1 << 20
 
 #: The attributes that every record has. A record's other attributes come from ``extra``.
 _STANDARD = frozenset((*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"))
@@ -45,3 +51,42 @@ class JsonFormatter(logging.Formatter):
             document["error"] = self.formatException(record.exc_info)
         document |= {key: value for key, value in vars(record).items() if key not in _STANDARD and key not in document}
         return json.dumps(document, default=str)
+
+
+@final
+class ReportHandler(logging.Handler):
+    """Writes log records to a stream. No fault of it raises an error, and a reader that reads nothing blocks no thread.
+
+    A line may come from the thread that moves messages: other ranks would take a rank for lost that waits for a
+    terminal or a pipe. What the stream does not take within a second waits in memory; too much of it is lost.
+    """
+
+    def __init__(self, stream: IO[str] | None) -> None:
+        """``stream``: such as ``sys.stderr``, which is ``None`` if it is closed."""
+        super().__init__()
+        self._writer = ReportWriter("the log", stream, lambda _: None, wait_s=_WAIT_S, bytes_max=_BYTES_MAX)
+        self._pid = os.getpid()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        try:
+            line = self.format(record)
+        except Exception:
+            self.handleError(record)
+            return
+        if os.getpid() != self._pid:
+            self._pid = os.getpid()
+            self._writer.forget()
+        self._writer.write(line.encode("utf-8", "backslashreplace") + b"\n")
+
+    def flush(self) -> None:
+        """Write what the stream takes now."""
+        with self.lock or contextlib.nullcontext():
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Write what waits, and wait for the reader as long as it reads."""
+        with self.lock or contextlib.nullcontext():
+            if os.getpid() == self._pid:
+                self._writer.close()
+        super().close()

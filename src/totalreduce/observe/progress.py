@@ -5,6 +5,8 @@ In a terminal it is a bar; elsewhere (a file, a pipe, CI) it is a plain line eve
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -16,7 +18,11 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from totalreduce.foundation.os_errors import describe_error
+
 __all__ = ["TrainingProgress", "TrainingReport"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +64,8 @@ class _BarWithState(Progress):
 class TrainingProgress:
     """Shows reports; a context manager. Calls may come from any one thread.
 
+    If the console cannot be written, a warning says so, and nothing is shown any more; the training goes on.
+
     Args:
         label: Name of the training, a few words.
         num_steps: Number of all steps.
@@ -85,9 +93,14 @@ class TrainingProgress:
         self._next_line = clock()
         self._bar: _BarWithState | None = None
         self._task = TaskID(0)
+        self._is_over = False  #: Whether the console has failed.
 
     def __enter__(self) -> Self:
         """Draw the empty bar."""
+        self._show(self._begin)
+        return self
+
+    def _begin(self) -> None:
         if self._console.is_terminal:
             self._bar = _BarWithState(
                 SpinnerColumn(),
@@ -100,17 +113,29 @@ class TrainingProgress:
             )
             self._task = self._bar.add_task(self._label, total=self._num_steps)
             self._bar.start()
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Leave the last state on the screen and restore the cursor."""
         if self._bar is not None:
-            self._bar.stop()
+            with contextlib.suppress(OSError, ValueError):  # if the console has failed before, that was said
+                self._bar.stop()
 
     def update(self, report: TrainingReport) -> None:
         """Show a newer state."""
+        self._show(lambda: self._update(report))
+
+    def _show(self, show: Callable[[], None]) -> None:
+        if self._is_over:
+            return
+        try:
+            show()
+        except (OSError, ValueError) as error:  # the second one: the stream is closed
+            self._is_over = True
+            _log.warning("the progress of %s is not shown any more: %s", self._label, describe_error(error))
+
+    def _update(self, report: TrainingReport) -> None:
         if self._bar is not None:
             self._bar.state = report.describe()
             self._bar.update(self._task, completed=report.step)
