@@ -159,6 +159,13 @@ def test_a_version_that_cannot_be_written_is_logged_and_training_goes_on(
     assert (snapshots.written, snapshots.failed) == (0, 1)
     assert "the snapshot of version 10" in caplog.text
     assert "Not a directory" in caplog.text
+    caplog.clear()
+    snapshots.release()
+    [said] = caplog.messages
+    assert said == (
+        f"snapshots in {snapshots.folder}: 1 could not be written by this rank (Not a directory (ENOTDIR)); there is "
+        "no version"
+    )
 
 
 def test_wrong_numbers_are_refused(tmp_path: Path) -> None:
@@ -198,6 +205,13 @@ def test_a_disk_that_is_full_is_a_warning_and_the_last_version_stays(
     assert "is not written: File too large (EFBIG)" in caplog.text
     assert Snapshots(tmp_path, every=10).latest() == 10
     assert [path.name for path in (tmp_path / "version-000000020").iterdir()] == []
+    caplog.clear()
+    snapshots.release()
+    [said] = caplog.messages
+    assert said == (
+        f"snapshots in {tmp_path}: 1 could not be written by this rank (File too large (EFBIG)); the last version "
+        "there is 10"
+    )
     snapshots.write(30, 0, 1, shared_of(30), None)
     snapshots.wait()
     assert (snapshots.written, Snapshots(tmp_path, every=10).latest()) == (30, 30)

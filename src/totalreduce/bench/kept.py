@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any, final
 
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.os_errors import describe_error
 
 __all__ = ["KeptResults"]
+
+_log = logging.getLogger(__name__)
 
 
 @final
@@ -25,6 +29,7 @@ class KeptResults:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._known: dict[str, Any] = {}
+        self._has_warned = False
         if path is None or not path.exists():
             return
         try:
@@ -50,8 +55,18 @@ class KeptResults:
         return self._known[key]
 
     def keep(self, key: str, document: Any) -> None:
-        """Keep a result, as JSON has it, and write it to the file."""
+        """Keep a result, as JSON has it, and write it to the file. If that fails, a warning says so, once."""
         self._known[key] = document
-        if self._path is not None:
+        if self._path is None:
+            return
+        try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"key": key, "result": document}) + "\n")
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                _log.warning(
+                    "results cannot be kept in %s: %s. The benchmark goes on; if stopped, it measures them again",
+                    self._path,
+                    describe_error(error),
+                )

@@ -115,11 +115,21 @@ class Snapshots:
             self._handlers[number] = signal.signal(number, self._ask)
 
     def release(self) -> None:
-        """Give the signals back the handlers of before ``watch``, and return when all is on disk, or has failed."""
+        """Give the signals back the handlers of before ``watch``, and return when all is on disk, or has failed.
+
+        If versions could not be written, a warning says how many, and which version is the last one on disk.
+        """
         while self._handlers:
             number, handler = self._handlers.popitem()
             signal.signal(number, handler or signal.SIG_DFL)
         self.wait()
+        if self.failed:
+            whole = self._sort_versions()[0]
+            last = f"the last version there is {whole[-1]}" if whole else "there is no version"
+            _log.warning(
+                "snapshots in %s: %d could not be written by this rank (%s); %s",
+                *(self.folder, self.failed, self.failure, last),
+            )
 
     def write_last(self, version: int, write: Callable[[], None]) -> None:
         """Return when this rank's parts of a version are on disk, or have failed.
