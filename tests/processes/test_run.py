@@ -17,6 +17,7 @@ from shells import fake_shell
 
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.version import VERSION
+from totalreduce.launch import workers
 from totalreduce.launch.local import run_workers
 
 FOREIGN = ("TOTALREDUCE_", "TORCHELASTIC_", "OMPI_", "PMI", "SLURM_", "RANK", "WORLD_SIZE", "OMP_NUM")
@@ -175,6 +176,55 @@ signal.pause()"""
     assert "rank 2 failed first: exit code 3" in errors
     assert "totalreduce:   no such layer" in errors
     assert "rank 0 killed by SIGTERM; rank 1 killed by SIGTERM" in errors
+
+
+def test_the_first_line_of_the_end_has_the_error_however_much_is_written_after_it(launcher, script):
+    """Neither the errors of the other ranks, nor what the rank writes while it ends, hide it."""
+    path = script(
+        """
+import atexit
+atexit.register(lambda: [print("cleanup", number, file=sys.stderr) for number in range(50)])
+if rank == 1: raise ValueError("bad data")
+time.sleep(0.2)
+raise RuntimeError("rank 1 is lost: it has closed the group")"""
+    )
+    code, _, errors = finish(launcher("-n", 3, path))
+    assert code == 1
+    assert re.search(
+        r"^totalreduce: rank 1 failed first: exit code 1 after \d+\.\d s: ValueError: bad data$", errors, re.M
+    )
+    assert "\ntotalreduce:   ValueError: bad data\ntotalreduce:   cleanup 0\n" in errors
+
+
+def test_a_worker_that_the_kernel_has_killed_for_want_of_memory(script, monkeypatch):
+    path = script("os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(60)")
+    counts = iter([7, 7, 8])
+    monkeypatch.setattr(workers, "oom_kills", lambda: next(counts))
+    result = run_workers([sys.executable, str(path)], num_workers=2, output="capture", linger_s=0.0)
+    assert result.first_failure.describe() == "killed by SIGKILL, probably by the kernel, because memory was short"
+    assert [worker.is_out_of_memory for worker in result.workers] == [False, True]
+    assert [worker.was_stopped for worker in result.workers] == [True, False]
+
+
+def test_the_count_of_processes_that_the_kernel_has_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "_VMSTAT", tmp_path / "vmstat")
+    assert workers.oom_kills() == 0
+    (tmp_path / "vmstat").write_text("nr_free_pages 1\noom_kill 12\npgfault 3\n")
+    assert workers.oom_kills() == 12
+
+
+def test_with_recovery_each_loss_is_said_with_its_error_and_the_end_has_that_of_the_last_process(launcher, script):
+    path = script("raise ValueError(f\"bad data {os.environ['TOTALREDUCE_INCARNATION']}\")")
+    code, _, errors = finish(launcher("-n", 1, "--on-loss", "replace", "--restarts", 1, path))
+    said = [line.removeprefix("totalreduce: ") for line in errors.splitlines() if line.startswith("totalreduce: ")]
+    assert code == 1
+    assert said[:3] == [
+        "rank 0 failed with exit code 1: ValueError: bad data 0",
+        "rank 0 is started again (0 restarts left)",
+        "rank 0 failed with exit code 1: ValueError: bad data 1",
+    ]
+    assert said[3].endswith(" s: ValueError: bad data 1")
+    assert "  ValueError: bad data 0" not in said, "that was another process"
 
 
 def test_a_killed_worker_and_survivors_that_print_their_own_error(launcher, script, tmp_path):

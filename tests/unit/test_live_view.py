@@ -253,7 +253,7 @@ def test_the_state_of_each_seat():
         *STARTED,
         event("ended", rank=1, exit_code=137, signal="SIGKILL", host="localhost", incarnation=0),
         event("ended", rank=2, exit_code=0, signal=None, host="localhost"),
-        event("ended", rank=3, exit_code=1, signal=None, host="localhost", incarnation=0),
+        event("ended", rank=3, exit_code=1, signal=None, host="localhost", incarnation=0, error="KeyError: 3"),
         event("started", rank=3, incarnation=1, pid=8, host="localhost", was_spare=False, restarts_left=9),
     )
     ranks = [figures(seat) for seat in range(4)]
@@ -269,7 +269,7 @@ def test_the_state_of_each_seat():
     assert view.faults["restarts"] == 1
     assert [each["text"] for each in view.events] == [
         "rank 1 was killed by SIGKILL",
-        "rank 3 failed with exit code 1",
+        "rank 3 failed with exit code 1: KeyError: 3",
         "rank 3 is started again (9 restarts left)",
     ]
     assert (view.job, view.command, view.began_at) == ("run-1", "python train.py", 990.0)

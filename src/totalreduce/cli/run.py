@@ -443,7 +443,8 @@ def _report(result: RunResult, timeout_s: float | None, note: _Note) -> None:
     failure = result.first_failure
     if failure is not None:
         where = "" if failure.host == "localhost" else f" on {failure.host}"
-        note(f"rank {failure.rank}{where} failed first: {failure.describe()} after {failure.seconds:.1f} s")
+        error = f": {failure.error}" if failure.error else ""
+        note(f"rank {failure.rank}{where} failed first: {failure.describe()} after {failure.seconds:.1f} s{error}")
         for line in failure.last_errors:
             note(f"  {line}")
         others = [w for w in result.workers if w.rank != failure.rank]

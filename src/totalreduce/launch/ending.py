@@ -1,17 +1,53 @@
-"""How a run ends: which worker failed first, and when which signals stop the others."""
+"""How a run ends: which worker failed first and by which error, and when which signals stop the others."""
 
 from __future__ import annotations
 
 import re
 import signal
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from totalreduce.launch.workers import WorkerResult
 
-__all__ = ["Escalation", "find_first_failure"]
+__all__ = ["Escalation", "Failure", "failure_of", "find_first_failure"]
 
 #: The last line of a traceback that ends in ``PeerLost``, or in another library's error made of it.
-_LOSS = re.compile(r"^(?:\[rank\d+\]: *)?[\w.]+: rank (\d+) is lost: ")
+_LOSS = re.compile(r"^[\w.]+: rank (\d+) is lost: ")
+#: What a program makes of such an error that it catches, in its last line.
+_LOSS_IN_TEXT = re.compile(r"\brank (\d+) is lost: ")
+#: What torch writes before each line of a traceback.
+_OF_TORCH = re.compile(r"^\[rank\d+\]: ?")
+_TRACEBACK = "Traceback (most recent call last):"
+#: What stands before the traceback of an error that does not end a process.
+_HARMLESS = ("Exception ignored in", "Exception in thread", "--- Logging error ---")
+#: The number of lines of a worker's standard error that are shown, and how many of them come after its error.
+_LINES, _LINES_AFTER = 10, 2
+
+
+class Failure(NamedTuple):
+    """What standard error says about the end of a process.
+
+    Attributes:
+        error: The line of the exception that has ended it; "" if there is none.
+        lines: Lines around it; the last ones if there is none.
+    """
+
+    error: str
+    lines: tuple[str, ...]
+
+
+def failure_of(lines: Sequence[str]) -> Failure:
+    """Return what the last lines of standard error say: programs may write many lines after their exception."""
+    plain = [_OF_TORCH.sub("", line) for line in lines]
+    found: int | None = None
+    for begin, line in enumerate(plain):
+        if line == _TRACEBACK and not (begin and plain[begin - 1].startswith(_HARMLESS)):
+            after = (index for index in range(begin + 1, len(plain)) if not plain[index].startswith(" "))
+            found = next(after, found)
+    if found is None:
+        return Failure("", tuple(lines[-_LINES:]))
+    end = len(lines) if found >= len(lines) - _LINES else found + 1 + _LINES_AFTER
+    return Failure(plain[found], tuple(lines[max(0, end - _LINES) : end]))
 
 
 class Escalation:
@@ -60,27 +96,29 @@ def find_first_failure(first_to_end: WorkerResult, results: Sequence[WorkerResul
 
     The order in which processes end does not show it: a rank that ends because of another rank's exception may be gone
     sooner than that rank, which still has threads to join. But the last error of such a rank names the lost rank. So
-    the search follows these names from the process that ended first. Only a worker that ended with an exit code of its
-    own, other than 0, continues the chain: the launcher itself ends workers by signals.
+    the search follows these names from the process that ended first. Only a worker that has failed by itself continues
+    the chain, and not one that the launcher has stopped before it had an error.
     """
     by_rank = {result.rank: result for result in results}
     seen = {first_to_end.rank}
     found = first_to_end
     while True:
-        lost = _lost_rank(found.last_errors)
+        lost = _lost_rank(found)
         if lost in seen:  # ranks that lost each other, for instance by a cut cable: nothing says which failed first
             return first_to_end
         if lost is None or lost not in by_rank:
             return found
-        if by_rank[lost].signal is not None or by_rank[lost].exit_code == 0:
+        named = by_rank[lost]
+        if named.exit_code == 0 or (named.was_stopped and not named.error):
             return found
-        found = by_rank[lost]
+        found = named
         seen.add(lost)
 
 
-def _lost_rank(last_errors: Sequence[str]) -> int | None:
-    for line in reversed(last_errors):
-        match = _LOSS.match(line.strip())
-        if match:
-            return int(match[1])
-    return None
+def _lost_rank(result: WorkerResult) -> int | None:
+    """Return the rank that a worker's last error calls lost."""
+    plain = [_OF_TORCH.sub("", line).strip() for line in result.last_errors]
+    found = [match for line in plain if (match := _LOSS.match(line))]
+    if not found and plain and not result.error:
+        found = [match for match in [_LOSS_IN_TEXT.search(plain[-1])] if match]
+    return int(found[-1][1]) if found else None

@@ -157,10 +157,10 @@ class Tail:
         self._cut()
         return self._content.decode("utf-8", "replace")
 
-    def lines(self, count: int) -> tuple[str, ...]:
-        """Return the last ``count`` lines that are not empty."""
+    def lines(self) -> tuple[str, ...]:
+        """Return the lines that are not empty. The first one may lack its begin."""
         lines = [line.rstrip() for line in re.split(r"[\r\n]+", self.text())]
-        return tuple([line for line in lines if line][-count:])
+        return tuple(line for line in lines if line)
 
     def _cut(self) -> None:
         surplus = len(self._content) - self._bytes_max

@@ -31,7 +31,7 @@ from totalreduce.foundation import checks
 from totalreduce.foundation.environment import LIVE, current
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.launch.emulate import EmulatedHost, EmulatedNetwork, EmulateOptions
-from totalreduce.launch.ending import Escalation, find_first_failure
+from totalreduce.launch.ending import Escalation, failure_of, find_first_failure
 from totalreduce.launch.guard import Guard
 from totalreduce.launch.hosts import Host, HostPool
 from totalreduce.launch.live import LiveJob
@@ -40,6 +40,7 @@ from totalreduce.launch.placement import HostOptions, HostsFile, Placement, is_t
 from totalreduce.launch.recovery import Keeper, RecoveryOptions, Restarts, Seats, event, worker_variables
 from totalreduce.launch.spares import Spare, Spares
 from totalreduce.launch.workers import (
+    OUT_OF_MEMORY,
     RunResult,
     Worker,
     WorkerResult,
@@ -312,6 +313,7 @@ class _Supervisor:
                 self._live.note(event("started", rank=rank, incarnation=0, pid=worker.process.pid, host=worker.host))
             return worker
         recovery.restarts.started(rank, now)
+        self._relay.forget_errors(rank)
         incarnation, place = recovery.restarts.incarnations[rank], placement.pool.place_of(rank)
         spare = None if place is None else recovery.spares.take(place.host, serves=rank in placement.serving)
         if spare is not None:
@@ -370,7 +372,8 @@ class _Supervisor:
             self._start_waiting(now)
             if self._live is not None:
                 self._live.write()
-            for number in self._take_signals():
+            numbers, self._signals = self._signals, []
+            for number in numbers:
                 self._interrupted_by = self._interrupted_by or number
                 self._escalation.interrupted(number, now)
             if timeout_s is not None and not self._timed_out and now - self._started_at >= timeout_s:
@@ -398,7 +401,7 @@ class _Supervisor:
 
     def result(self) -> RunResult:
         """Return the result of the run, after :meth:`finish`."""
-        results = {rank: each.result(self._relay.last_errors(rank)) for rank, each in sorted(self._workers.items())}
+        results = {rank: self._end_of(each) for rank, each in sorted(self._workers.items())}
         ended = self._first_to_end
         first = find_first_failure(results[ended.rank], tuple(results.values())) if ended is not None else None
         if self._interrupted_by:
@@ -419,6 +422,11 @@ class _Supervisor:
             output=output,
             errors=errors,
         )
+
+    def _end_of(self, worker: Worker) -> WorkerResult:
+        """Return the result of a worker that has ended, with what its standard error says."""
+        failure = failure_of(self._relay.last_errors(worker.rank))
+        return worker.result(failure.lines, failure.error)
 
     def _all_done(self) -> bool:
         if self._placement.waiting or not all(worker.ended for worker in self._workers.values()):
@@ -447,7 +455,8 @@ class _Supervisor:
             recovery.spares.fail = True
             end = spare.worker.result(())
             lines = spare.held[1].decode("utf-8", "replace").splitlines()
-            recovery.options.on_event(event("spare ended", exit_code=end.exit_code, last_errors=lines[-10:]))
+            last_errors = list(failure_of(lines).lines)
+            recovery.options.on_event(event("spare ended", exit_code=end.exit_code, last_errors=last_errors))
 
     def _look_for_ends(self, now: float) -> None:
         ended = [worker for worker in self._workers.values() if worker.poll(now)]
@@ -459,8 +468,9 @@ class _Supervisor:
             if worker.exit_descriptor is not None:
                 self._selector.unregister(worker.exit_descriptor)
         if self._live is not None and self._recovery is None:
-            for end in [worker.result(()) for worker in ended]:
-                details = {"exit_code": end.exit_code, "signal": end.signal}
+            for end in map(self._end_of, ended):
+                error = OUT_OF_MEMORY if end.is_out_of_memory else end.error
+                details = {"exit_code": end.exit_code, "signal": end.signal, "error": error}
                 self._live.note(event("ended", rank=end.rank, **details, host=end.host))
         failed = [worker for worker in ended if worker.failed]
         if self._recovery is not None and not self._escalation.stopping:
@@ -481,8 +491,9 @@ class _Supervisor:
         is_leaving = rank in self._placement.leaving
         self._placement.leaving.discard(rank)
         recovery.keeper.has_ended(rank, incarnation, finished=not (worker.failed or is_leaving))
-        end = worker.result(())
+        end = self._end_of(worker)
         details = {"rank": rank, "incarnation": incarnation, "exit_code": end.exit_code, "signal": end.signal}
+        details["error"] = OUT_OF_MEMORY if end.is_out_of_memory else end.error
         recovery.options.on_event(event("ended", **details, host=worker.host))
         if not worker.failed and not is_leaving:
             restarts.finished()
@@ -509,7 +520,7 @@ class _Supervisor:
             for rank in self._placement.withdraw(worker.host):
                 recovery.restarts.displaced(rank, 1)
             details = {"host": worker.host, "seconds": cool_down_s, "is_reached": not lost}
-            last_errors = list(self._relay.last_errors(worker.rank)) if lost and worker.rank >= 0 else []
+            last_errors = list(self._end_of(worker).last_errors) if lost and worker.rank >= 0 else []
             recovery.options.on_event(event("host blacklisted", **details, last_errors=last_errors))
 
     def _restart(self, recovery: _Recovery, now: float) -> None:
@@ -604,10 +615,6 @@ class _Supervisor:
                 recovery.options.on_event(event("epoch", **word))
                 recovery.restarts.begun()
                 self._start_spares(recovery)  # not before, because the ranks need the cores to recover
-
-    def _take_signals(self) -> list[signal.Signals]:
-        taken, self._signals = self._signals, []
-        return taken
 
     def _send_all(self, number: signal.Signals) -> None:
         for worker in self._workers.values():

@@ -28,9 +28,8 @@ Output = Literal["all", "rank0", "capture"] | Path
 """``all``: every line, marked with its rank. ``rank0``: rank 0's output as it is; of the other ranks only the last
 errors are kept. ``capture``: in the result. A path: ``rank<i>.log`` in this folder."""
 
-_ERROR_TAIL_BYTES = 8 * 1024
+_ERROR_TAIL_BYTES = 32 * 1024
 _CAPTURE_BYTES_MAX = 64 * 1024 * 1024
-_LAST_LINES = 10
 
 
 @final
@@ -180,8 +179,12 @@ class Relay:
         return self._streams.losses()
 
     def last_errors(self, rank: int) -> tuple[str, ...]:
-        """Return the last lines of a worker's standard error."""
-        return self._tails[rank].lines(_LAST_LINES)
+        """Return the last lines of a worker's standard error, as many as are kept."""
+        return self._tails[rank].lines()
+
+    def forget_errors(self, rank: int) -> None:
+        """Note that another process is the worker of a rank, whose errors are not those of the one before."""
+        self._tails[rank] = Tail(_ERROR_TAIL_BYTES)
 
     def captured(self) -> tuple[list[str], list[str]]:
         """Return standard output and standard error by rank, if they were captured."""

@@ -44,7 +44,7 @@ from totalreduce.foundation.errors import ConfigurationError, ProtocolError
 from totalreduce.foundation.os_errors import describe_error
 from totalreduce.launch.guard import kill_processes
 from totalreduce.launch.live import LiveJob
-from totalreduce.launch.workers import Worker, default_num_threads, signal_name
+from totalreduce.launch.workers import OUT_OF_MEMORY, Worker, default_num_threads, signal_name
 from totalreduce.observe.board import Board
 from totalreduce.observe.figures import DOCUMENT_BYTES_MAX, RankFigures
 
@@ -357,10 +357,13 @@ def _attend(worker: Worker, launcher: _Launcher, figures: _NewFigures | None) ->
             unsent[2] = figures.take(now)
         if worker.poll(now):
             leave_at = now + _DRAIN_S
+            end = worker.result(())
             worker.send(signal.SIGKILL)  # the rest of its process group
             for pipe, target in pipes.items():  # what it has written itself is never left, however slow the network is
                 with contextlib.suppress(BlockingIOError):
                     unsent[target] += os.read(pipe, _PIPE_BYTES_MAX)
+            if end.is_out_of_memory:  # the launcher cannot know that
+                unsent[2] += f"totalreduce: killed by SIGKILL, {OUT_OF_MEMORY}\n".encode()
         if worker.ended and not any(unsent.values()) and (not pipes or now >= leave_at):
             code = worker.result(()).exit_code
             return _OF_PROGRAM if code == _CONNECTION_LOST else code

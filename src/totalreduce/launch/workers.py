@@ -22,6 +22,7 @@ from totalreduce.launch.hosts import Place
 from totalreduce.launch.programs import send_to_program
 
 __all__ = [
+    "OUT_OF_MEMORY",
     "RECOVERY_VARIABLES",
     "RunResult",
     "Worker",
@@ -31,6 +32,7 @@ __all__ = [
     "describe_ranks",
     "free_port",
     "is_stopped",
+    "oom_kills",
     "seat_environment",
     "signal_name",
     "worker_environments",
@@ -44,8 +46,13 @@ RECOVERY_VARIABLES = (
     "TOTALREDUCE_BEGIN_RANKS",
     "TOTALREDUCE_INCARNATION",
 )
+#: The signals by which the launcher ends workers.
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL)
+#: What is said of a worker that the kernel has killed.
+OUT_OF_MEMORY = "probably by the kernel, because memory was short"
 #: The signals that concern all processes of a worker: they end, stop or continue them, and no process handles them.
 _OF_GROUP = (signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT)
+_VMSTAT = Path("/proc/vmstat")
 #: A standard stream as ``subprocess.Popen`` takes it.
 Target = int | IO[bytes] | None
 
@@ -60,8 +67,13 @@ class WorkerResult:
         exit_code: The exit code as a shell shows it: 128 plus the signal's number if a signal ended the worker.
         signal: Name of the signal that ended it, for example ``SIGKILL`` or ``signal 36``; ``None`` if it exited.
         seconds: Time from its start to its end.
-        last_errors: The last lines of its standard error, if that went through the launcher.
+        last_errors: The last lines of its standard error, or those around its exception, if that went through the
+            launcher.
         host: The name of its host in the list of hosts.
+        error: The line of the exception that has ended it; "" if its standard error shows none.
+        was_stopped: Whether the launcher has sent it a signal to end it.
+        is_out_of_memory: Whether the kernel has probably killed it because memory was short: it was not stopped and was
+            killed by SIGKILL, and the kernel has killed a process of its host for that reason meanwhile.
     """
 
     rank: int
@@ -71,10 +83,14 @@ class WorkerResult:
     seconds: float
     last_errors: tuple[str, ...] = ()
     host: str = "localhost"
+    error: str = ""
+    was_stopped: bool = False
+    is_out_of_memory: bool = False
 
     def describe(self) -> str:
-        """Return ``exit code 3`` or ``killed by SIGKILL``."""
-        return f"killed by {self.signal}" if self.signal else f"exit code {self.exit_code}"
+        """Return ``exit code 3`` or ``killed by SIGKILL``, with what is known of the reason."""
+        reason = f", {OUT_OF_MEMORY}" if self.is_out_of_memory else ""
+        return f"killed by {self.signal}{reason}" if self.signal else f"exit code {self.exit_code}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +179,10 @@ class Worker:
         self.rank, self.host = rank, host
         self.exit_descriptor = _pidfd(self.process.pid)
         self._started_at = time.monotonic()
+        self._oom_kills, self._is_out_of_memory = oom_kills(), False
         self._ended_at: float | None = None
         self._exit_code, self._signal = 0, ""
+        self._was_stopped = False
 
     @property
     def ended(self) -> bool:
@@ -199,6 +217,8 @@ class Worker:
         else:
             self._exit_code = 128 + status.si_status
             self._signal = signal_name(status.si_status)
+            is_killed = self._signal == "SIGKILL" and not self._was_stopped
+            self._is_out_of_memory = is_killed and oom_kills() > self._oom_kills
         return True
 
     def end_if_stopped(self) -> bool:
@@ -229,6 +249,7 @@ class Worker:
         The processes that the program has started, such as the workers of a ``DataLoader``, are left alone: the program
         may need them until it has done what the signal asks for, and most of them would die by it.
         """
+        self._was_stopped |= number in _ENDING and not self.ended
         with contextlib.suppress(ProcessLookupError):
             if number in _OF_GROUP:
                 os.killpg(self.process.pid, number)
@@ -257,12 +278,25 @@ class Worker:
         else:
             self.process.wait()
 
-    def result(self, last_errors: tuple[str, ...]) -> WorkerResult:
-        """Return the result of its end."""
+    def result(self, last_errors: tuple[str, ...], error: str = "") -> WorkerResult:
+        """Return the result of its end; the arguments are those of ``WorkerResult``."""
         ended_at = self._started_at if self._ended_at is None else self._ended_at
         seconds = round(ended_at - self._started_at, 3)
         number = self._signal or None
-        return WorkerResult(self.rank, self.process.pid, self._exit_code, number, seconds, last_errors, self.host)
+        return WorkerResult(
+            *(self.rank, self.process.pid, self._exit_code, number, seconds, last_errors, self.host, error),
+            was_stopped=self._was_stopped,
+            is_out_of_memory=self._is_out_of_memory,
+        )
+
+
+def oom_kills() -> int:
+    """Return how many processes of this host the kernel has killed so far because memory was short; 0 if unknown."""
+    try:
+        fields = _VMSTAT.read_text().split()
+    except OSError:
+        return 0
+    return int(fields[fields.index("oom_kill") + 1]) if "oom_kill" in fields else 0
 
 
 def is_stopped(pid: int) -> bool:

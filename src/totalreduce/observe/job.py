@@ -80,7 +80,8 @@ def describe_event(event: Mapping[str, Any]) -> Iterator[str]:
     kind, rank = event["event"], event.get("rank")
     if kind == "ended" and event["exit_code"]:
         end = f"was killed by {event['signal']}" if event["signal"] else f"failed with exit code {event['exit_code']}"
-        yield f"rank {rank} {end}"
+        error = f": {event['error']}" if event.get("error") else ""
+        yield f"rank {rank} {end}{error}"
     elif kind == "started" and event["incarnation"]:
         how = "is replaced by a spare process" if event["was_spare"] else "is started again"
         yield f"rank {rank} {how} ({event['restarts_left']} restarts left)"
