@@ -5,6 +5,7 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -324,7 +325,14 @@ if __name__ == "__main__":
     sys.exit(75)"""
 
 
-@pytest.mark.parametrize("started", ["by the launcher", "by a shell script", "on another host"])
+can_emulate = os.geteuid() == 0 and shutil.which("tc", path=f"{os.defpath}:/usr/sbin:/sbin") is not None
+needs_hosts = pytest.mark.skipif(not can_emulate, reason="emulated hosts need root and iproute2")
+
+
+@pytest.mark.parametrize(
+    "started",
+    ["by the launcher", "by a shell script", "on another host", pytest.param("in an emulated host", marks=needs_hosts)],
+)
 def test_signals_reach_the_program_and_not_the_processes_that_it_has_started(launcher, script, tmp_path, started):
     """Workers of a ``DataLoader`` would die by them: those that are spawned by SIGUSR1, and forked ones by SIGTERM."""
     path, options = script(WITH_CHILDREN), []
@@ -335,6 +343,8 @@ def test_signals_reach_the_program_and_not_the_processes_that_it_has_started(lau
         path, options = shell, ["--no-python"]
     elif started == "on another host":
         options = ["-H", "127.0.0.2:1", "--remote-shell", *fake_shell(tmp_path)]
+    elif started == "in an emulated host":
+        options = ["--emulate-hosts", 1]
     process = launcher("-n", 1, *options, path)
     pids = [int(pid) for pid in read_lines(process, 1)[0].split()[1:]]
     for name in ("SIGUSR1", "SIGTERM"):

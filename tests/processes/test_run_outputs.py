@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -197,6 +198,38 @@ def test_rank_0_alone_inherits_a_terminal_and_only_that(tmp_path):
     os.close(ours)
     assert (done.returncode, os.read(theirs, 1000)) == (0, b"[True, False]\r\n")
     os.close(theirs)
+
+
+@pytest.mark.parametrize("mode", ["all", "rank0"])
+def test_a_terminal_that_goes_while_its_hang_up_is_ignored(tmp_path, mode):
+    """As under ``nohup``, whose job goes on without the terminal."""
+    path = tmp_path / "worker.py"
+    path.write_text(
+        """
+import os, sys, time
+print("begin", file=sys.stderr)
+while not os.path.exists(sys.argv[1]): time.sleep(0.02)
+print("out")
+print("err", file=sys.stderr)
+open(sys.argv[1] + "-too", "w").close()
+"""
+    )
+    theirs, ours = pty.openpty()
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "totalreduce", "run", "--output", mode, path, tmp_path / "go"],
+        stdout=ours,
+        stderr=ours,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
+    os.close(ours)
+    shown = b""
+    while b"begin" not in shown:
+        shown += os.read(theirs, 1000)
+    os.close(theirs)
+    (tmp_path / "go").touch()
+    assert launcher.wait(30) == 0
+    assert (tmp_path / "go-too").exists()
 
 
 def test_events_and_the_summary_on_a_full_disk(job):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -230,11 +231,13 @@ class _Marked(Relay):
 class _RankZero(Relay):
     """Shows rank 0's output as it is. It inherits terminals of the launcher: its progress bars work as always.
 
-    Other streams get its output from the launcher, so that a full disk or a closed pipe does not end rank 0.
+    Other streams get its output from the launcher, so that a full disk or a closed pipe does not end rank 0. So does a
+    terminal that may go before the job ends, because SIGHUP is ignored (``nohup``).
     """
 
     def __init__(self, num_workers: int, streams: Streams) -> None:
-        output, error = (None if _is_terminal(file) else subprocess.PIPE for file in streams.files)
+        stays = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+        output, error = (None if stays and _is_terminal(file) else subprocess.PIPE for file in streams.files)
         others: list[tuple[Target, Target]] = [(subprocess.DEVNULL, subprocess.PIPE)] * (num_workers - 1)
         super().__init__([(output, error), *others], streams)
 
