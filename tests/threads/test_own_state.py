@@ -1,6 +1,7 @@
 """What a rank has for itself, with ranks as threads: what a new process gets of it, and calls that are repeated."""
 
 import contextlib
+import functools
 import logging
 import threading
 
@@ -10,6 +11,7 @@ from optimizer_cases import impatient, repeat_until_done
 
 import totalreduce as tr
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError
+from totalreduce.recovery.buffer_copies import Form
 from totalreduce.recovery.forming import send_state
 from totalreduce.recovery.membership import Decision, Member
 from totalreduce.recovery.optimizers import Optimizers
@@ -61,7 +63,7 @@ class Process:
         self.own.vote.begin(0, 8)
 
     def before_commit(self) -> None:
-        self.own.vote.end()
+        self.own.end_vote(self.decision)
 
     def enter(self, group, decision: Decision, *, has_state: bool) -> None:
         if group is not self.group:
@@ -71,15 +73,23 @@ class Process:
         send_state(self.state, self.group, decision.source, decision.newcomers)
         self.own.restore(decision, has_state=has_state)
 
-    def block(self, *, late: float = 0.0) -> None:
-        """Run a block. ``late`` makes the buffer that is changed after the step differ from those of other ranks."""
+    def block(self, *, late: float = 0.0, change=None, change_late=None) -> None:
+        """Run a block.
+
+        ``late`` makes the buffer that is changed after the step differ from those of other ranks. ``change`` and
+        ``change_late`` are called with this process before the vote, and after it.
+        """
         self.state.keep()
         self.optimizers.begin_block()
         self.model.mine += 1 + self.group.rank
+        if change is not None:
+            change(self)
         inputs = torch.full((1, 3), 1.0 + self.group.rank)
         (self.model.first(inputs) + self.model.second(inputs)).sum().backward()
         self.num_repeated += repeat_until_done(self.wrapped["first"].step)
         self.model.average.lerp_(self.model.first.weight.detach() + late, 0.5)
+        if change_late is not None:
+            change_late(self)
         self.state.count(None)
         self.state.drop_gradients()
         self.optimizers.end_block()
@@ -154,10 +164,10 @@ def test_late_buffers_that_differ_between_ranks_are_named(num_elements: int, cap
 def test_copies_are_read_in_the_form_in_which_they_were_sent(before, after, num_elements: int) -> None:
     """With ``shrink`` a lost rank is replaced in an epoch of another number of ranks."""
     found = train(sum(each is not None for each in before), 3, num_elements)
-    assert (found[0].own._rows is None) == (len(found) == 4)
+    assert (found[0].own._buffers.form is Form.PACKED) == (len(found) == 4)
     kept = [found[0], None, found[2]] + [None] * (after[3] is not None)
     new = go_on(kept, members(*after, version=3), num_elements)
-    assert (new[0].own._rows is None) == (len(new) == 4)
+    assert (new[0].own._buffers.form is Form.PACKED) == (len(new) == 4)
     assert new[1].model.mine[:3].tolist() == [6.0] * 3
     assert torch.equal(new[1].model.average, found[0].model.average)
     for process in new:  # the new copies are in the new form
@@ -179,7 +189,7 @@ def test_buffers_of_the_forward_pass_are_not_late_on_a_rank_that_is_alone() -> N
     """It sends nothing that the buffers could be compared with."""
     first, _ = train(2, 3, MANY)
     alone(first, members(0, None, version=3), 2)
-    assert first.own._late == {"average"}
+    assert first.own._buffers.late == {"average"}
 
 
 def test_copies_of_a_block_that_was_undone_never_count() -> None:
@@ -204,6 +214,190 @@ def test_after_a_begin_from_disk_there_are_copies_before_the_first_vote() -> Non
     first, _, third = run_ranks(3, begin)
     _, new, _ = go_on([first, None, third], members(0, 1, 0, version=7), 5)
     assert new.model.mine.tolist() == [4.0] * 5
+
+
+# --------------------------------------------------------------------------- buffers that get other shapes, come and go
+
+
+def grow(process: Process, by: int = 3) -> None:
+    process.model.mine = torch.cat([process.model.mine, torch.full((by,), 10.0 + process.group.rank)])
+
+
+def grow_by_rank(process: Process) -> None:
+    grow(process, 1 + process.group.rank)
+
+
+def shrink_in_place(process: Process) -> None:
+    process.model.mine.data = process.model.mine[:2]
+
+
+def register(process: Process) -> None:
+    process.model.first.register_buffer("cache", torch.arange(4.0) + process.group.rank, persistent=False)
+
+
+def register_on_one(process: Process) -> None:
+    if process.group.rank == 1:
+        register(process)
+
+
+def remove_on_one(process: Process) -> None:
+    if process.group.rank == 1:
+        process.model.scratch = None
+
+
+def other_dtype(process: Process) -> None:
+    process.model.mine = process.model.mine.to(torch.complex64) * (1 + 2j)
+
+
+def buffers_of(process: Process) -> dict[str, object]:
+    return {name: (each.dtype, each.tolist()) for name, each in process.model.named_buffers()}
+
+
+CHANGES = [grow, grow_by_rank, shrink_in_place, register, register_on_one, remove_on_one, other_dtype]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("num_elements", [5, MANY])
+def test_buffers_of_a_lost_rank_are_those_of_its_last_block_whatever_their_shapes(change, num_elements: int) -> None:
+    """The rank is lost right after the block that changes them, or after another one."""
+
+    def body(group, num_more):
+        process = Process(group, num_elements)
+        process.model.register_buffer("scratch", torch.zeros(3), persistent=False)
+        process.enter(group, members(0, 0, 0, version=0), has_state=False)
+        process.block(change=lambda each: each.model.scratch.add_(1 + each.group.rank))
+        process.block(change=change)
+        for _ in range(num_more):
+            process.block()
+        group.barrier()
+        return process
+
+    for num_more in (0, 1):
+        first, second, third = run_ranks(3, lambda group, num=num_more: body(group, num))
+        wanted = [buffers_of(each) for each in (first, second, third)]
+        assert wanted[0] != wanted[1]
+        after = go_on([first, None, third], members(0, 1, 0, version=2 + num_more), num_elements)
+        assert [buffers_of(each) for each in after] == wanted
+        assert "first.cache" not in after[1].model.state_dict()
+
+
+def test_rows_are_used_again_when_all_ranks_have_one_layout_again() -> None:
+    """A block whose buffers do not fit the rows is voted on twice, and the next one once."""
+
+    def body(group):
+        process = Process(group)
+        process.enter(group, members(0, 0, 0, version=0), has_state=False)
+        forms, rounds = [], []
+        begin_second = process.own.vote.begin_second
+        process.own.vote.begin_second = lambda: (rounds.append(process.state.version), begin_second())
+        for change in (None, grow, None, grow_by_rank, None, lambda each: grow(each, 4 - each.group.rank), None):
+            process.block(change=change)
+            forms.append(process.own._buffers.form)
+        return forms, rounds
+
+    rows, packed = Form.ROWS, Form.PACKED
+    for forms, rounds in run_ranks(3, body):
+        assert forms == [rows, rows, rows, packed, packed, rows, rows]
+        assert rounds == [1, 3]
+
+
+def test_a_model_that_gets_its_first_buffer_while_the_job_runs_has_copies_of_it() -> None:
+    class Bare(Process):
+        def __init__(self, group) -> None:
+            super().__init__(group)
+            for name in ("mine", "average"):
+                delattr(self.model, name)
+            self.own = OwnState(self.state, self.optimizers, 1)
+
+        def block(self) -> None:
+            self.model.mine = torch.empty(0)  # attributes, which are no buffers
+            self.model.average = torch.zeros(2, 3)
+            if self.state.version == 1:
+                register(self)
+            super().block()
+
+    def body(group):
+        process = Bare(group)
+        process.enter(group, members(0, 0, 0, version=0), has_state=False)
+        forms = []
+        for _ in range(2):
+            process.block()
+            forms.append(process.own._buffers.form)
+        assert process.own.current() is not None
+        return process, forms
+
+    ranks = run_ranks(3, body)
+    assert [forms for _, forms in ranks] == [[Form.NOTHING, Form.ROWS]] * 3
+    after = run_ranks(3, functools.partial(_bare_goes_on, Bare, [process for process, _ in ranks]))
+    assert after == [[0.0, 1.0, 2.0, 3.0], [1.0, 2.0, 3.0, 4.0], [2.0, 3.0, 4.0, 5.0]]
+
+
+def _bare_goes_on(kind, processes, group):
+    process = processes[group.rank] if group.rank != 1 else kind(group)
+    process.enter(group, members(0, 1, 0, version=2), has_state=group.rank != 1)
+    group.barrier()
+    return process.model.first.cache.tolist()
+
+
+def test_a_buffer_that_grows_after_the_vote_is_late() -> None:
+    def body(group):
+        process = Process(group)
+        process.enter(group, members(0, 0, 0, version=0), has_state=False)
+        process.block()
+        process.block(change_late=grow_average)
+        group.barrier()
+        return process
+
+    def grow_average(process: Process) -> None:
+        process.model.average = torch.ones(3, 3)
+
+    first, _, third = run_ranks(3, body)
+    assert first.own._buffers.late == {"average"}
+    _, new, _ = go_on([first, None, third], members(0, 1, 0, version=2), 5)
+    assert new.model.average.tolist() == [[1.0] * 3] * 3
+    assert new.model.mine.tolist() == [4.0] * 5
+
+
+def test_a_block_that_runs_out_of_time_between_two_rounds_of_its_vote_may_be_repeated() -> None:
+    """In the second block, whose buffers do not fit the rows, rank 1 is late to the exchange or the second round."""
+    for place in ("_send_packed", "second"):
+        out_of_time = [threading.Event() for _ in range(3)]
+
+        def body(group, place=place, out_of_time=out_of_time):
+            process = Process(group)
+            process.enter(group, members(0, 0, 0, version=0), has_state=False)
+            where = process.own if place == "_send_packed" else process.own.vote
+            name = place if place == "_send_packed" else "begin_second"
+            call, step = getattr(where, name), process.wrapped["first"].step
+
+            def delayed(*arguments):
+                assert all(out_of_time[rank].wait(20) for rank in (0, 2))
+                return call(*arguments)
+
+            def noted():
+                try:
+                    step()
+                except DeadlineExceededError:
+                    out_of_time[group.rank].set()
+                    raise
+
+            if group.rank == 1:
+                setattr(where, name, delayed)
+            else:
+                process.wrapped["first"].step = noted
+            with contextlib.nullcontext() if group.rank == 1 else impatient(group):
+                process.own.vote.prepare()
+                process.block()
+                process.block(change=grow_by_rank)
+                process.block()
+            group.barrier()
+            return process
+
+        first, second, third = run_ranks(3, body)
+        assert all(each.num_repeated for each in (first, third))
+        wanted = [buffers_of(each) for each in (first, second, third)]
+        after = go_on([first, None, third], members(0, 1, 0, version=3), 5)
+        assert [buffers_of(each) for each in after] == wanted
 
 
 PLACES = ["step", "send", "begin"]

@@ -30,9 +30,18 @@ import numpy as np
 import torch
 
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError
-from totalreduce.tensors.dtypes import problem_of_layout
+from totalreduce.tensors.dtypes import problem_of_values
 
-__all__ = ["decode", "empty_tensors", "encode", "pack", "pack_refusal", "packed_bytes", "unpack"]
+__all__ = [
+    "decode",
+    "empty_tensors",
+    "encode",
+    "pack",
+    "pack_refusal",
+    "packed_bytes",
+    "tensor_problem",
+    "unpack",
+]
 
 #: The deepest nesting: deeper than any optimizer's state, and far below Python's recursion limit.
 _DEPTH_MAX = 32
@@ -61,6 +70,10 @@ _DTYPES: Final = {
         torch.float64,
         torch.complex64,
         torch.complex128,
+        torch.float8_e4m3fn,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2,
+        torch.float8_e5m2fnuz,
     )
 }
 
@@ -171,6 +184,14 @@ def unpack(data: torch.Tensor) -> Any:
     return _decode(document, tensors)
 
 
+def tensor_problem(tensor: torch.Tensor) -> str | None:
+    """Say why a tensor, on any device, cannot be sent, and what to do; ``None``: it can."""
+    problem = problem_of_values(tensor)
+    if problem is None and _dtype_name(tensor.dtype) not in _DTYPES:
+        problem = f"has dtype {tensor.dtype}; it must be one of {', '.join(_DTYPES)}"
+    return problem
+
+
 def _packed(document: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     text = document.encode()
     num_bytes = 8 + len(text) + sum(tensor.nbytes for tensor in tensors)
@@ -251,11 +272,7 @@ class _Writer:
         return len(self.tensors) - 1
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> int:
-        problem = problem_of_layout(tensor)
-        if problem is None and tensor.is_meta:
-            problem = "is on meta and has no values"
-        if problem is None and _dtype_name(tensor.dtype) not in _DTYPES:
-            problem = f"has dtype {tensor.dtype}; it must be one of {', '.join(_DTYPES)}"
+        problem = tensor_problem(tensor)
         if problem is not None:
             raise ConfigurationError(f"{path}: a tensor cannot be sent: it {problem}")
         self.tensors.append(tensor)

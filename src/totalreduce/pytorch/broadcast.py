@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
 from totalreduce.groups.agreement import agree_or_refuse, broadcast_json
 from totalreduce.groups.encoding import decode, empty_tensors, encode
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.wrapper import OptimizerWrapper
-from totalreduce.tensors.dtypes import problem_of_layout
-from totalreduce.tensors.modes import outside_inference_mode, write
+from totalreduce.tensors.dtypes import problem_of_values
+from totalreduce.tensors.modes import outside_inference_mode
+from totalreduce.tensors.values import set_values
 from totalreduce.tensors.work import Work
 
 __all__ = [
@@ -47,8 +47,9 @@ def broadcast_parameters(model: torch.nn.Module | Mapping[str, torch.Tensor], gr
 
     Raises:
         PlanMismatchError: Names, shapes or dtypes differ between ranks; on every rank, before any is written.
-        ConfigurationError: A value is no tensor, or a lazy parameter not initialised yet.
-        UnsupportedError: A tensor that is sparse, nested, quantised, expanded, or on the meta device.
+        ConfigurationError: A value is no tensor.
+        UnsupportedError: A tensor that is sparse, nested, quantised, expanded, on the meta device, of a lazy module
+            that has not run yet, or of a class that has its values in other tensors (``DTensor``).
     """
     named = agree_or_refuse(
         group.control,
@@ -109,8 +110,6 @@ def _named_tensors(model: torch.nn.Module | Mapping[str, Any]) -> dict[str, torc
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor):
             raise ConfigurationError(f"{name!r} is a {type(tensor).__name__}, not a tensor. Leave it out.")
-        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
-            raise ConfigurationError(f"{name!r} is not initialised yet: run a forward pass.")
         problem = problem_of_tensor(tensor)
         if problem is not None:
             raise UnsupportedError(f"tensor {name!r} {problem}")
@@ -119,11 +118,7 @@ def _named_tensors(model: torch.nn.Module | Mapping[str, Any]) -> dict[str, torc
 
 def problem_of_tensor(tensor: torch.Tensor) -> str | None:
     """Say why values cannot be read from a tensor and written to it, and what to do; ``None`` if they can."""
-    if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
-        return "is not initialised yet: run a forward pass"
-    problem = problem_of_layout(tensor)
-    if problem is None and tensor.is_meta:
-        problem = "is on meta and has no values; use .to_empty(device='cpu') first"
+    problem = problem_of_values(tensor)
     if problem is None and any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
         problem = "is expanded: several elements share memory. Use .contiguous()"
     return problem
@@ -153,7 +148,7 @@ def _receive(work: Work, buffer: torch.Tensor, piece: list[torch.Tensor], *, is_
     work.wait()
     if not is_root:
         for slot, tensor in zip(slots_of(buffer, piece), piece, strict=True):
-            write(tensor, slot)
+            set_values(tensor, slot)
 
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

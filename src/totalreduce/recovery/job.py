@@ -507,7 +507,8 @@ class Job:
         group, assembly = self.group, self._assembly
         if assembly is not None:
             try:
-                self._agreed = Wish(self._own.vote.end())
+                assert assembly.current is not None
+                self._agreed = Wish(self._own.end_vote(assembly.current))
             except PeerLost as error:
                 self._leave_group(error)
                 decision = assembly.meet(has_state=True, version=self.state.version)
@@ -540,7 +541,13 @@ class Job:
 
         snapshots = self._options.snapshots
         if snapshots is not None and snapshots.is_due(self.state.version):
+            self._agree_on_own()
             self._write()
+
+    def _agree_on_own(self) -> None:
+        """Have all ranks agree on whether ranks have a state for themselves, where no vote tells that. Collective."""
+        if self._assembly is None:
+            self._own.agree()
 
     def _write(self) -> None:
         """Begin to write this rank's parts of the present version."""
@@ -555,6 +562,7 @@ class Job:
         A rank that left before could have the launcher end the others while they write.
         """
         assert self._options.snapshots is not None
+        self._agree_on_own()
         self._options.snapshots.write_last(self.state.version, self._write)
         try:
             self.group.barrier()

@@ -80,6 +80,10 @@ class RankStates:
             self._sending.finish()
             self._sending = None
 
+    def end_vote(self, decision: Decision) -> int:
+        """Return the largest ballot of all ranks. Raises what ``OwnState.end_vote`` does."""
+        return self.vote.end() if self._keeper is None else self._keeper.end_vote(decision)
+
     def commit(self) -> None:
         """Note that a block has taken effect, whose vote has passed: except in synchronous steps, it is a point."""
         if self._keeper is not None:
@@ -103,6 +107,9 @@ class RankStates:
             self._make_point()
         else:  # a rank that trains alone makes no points, and goes on from the last one
             self._seats_at_point = []
+
+    def agree(self) -> None:
+        """Do nothing: all ranks have a state for themselves."""
 
     def current(self) -> dict[str, Any]:
         """Return this rank's state as it is between two blocks."""
@@ -175,6 +182,7 @@ class RankStates:
         shared = self._state.shared()
         return {
             "model": shared["model"],
+            "buffers": shared["buffers"],
             "optimizers": {name: each["state"] for name, each in shared["optimizers"].items()},
             "strategies": {name: each.state_under_way() for name, each in self._optimizers.strategies.items()},
         }
@@ -188,6 +196,7 @@ class RankStates:
     def _load(self, rank_state: Mapping[str, Any], common: Mapping[str, Any]) -> None:
         states = rank_state["optimizers"]
         optimizers = {name: {**each, "state": states[name]} for name, each in common["optimizers"].items()}
-        self._state.load_shared({**common, "model": rank_state["model"], "optimizers": optimizers})
+        tensors = {key: rank_state[key] for key in ("model", "buffers") if key in rank_state}
+        self._state.load_shared({**common, **tensors, "optimizers": optimizers})
         for name, each in self._optimizers.strategies.items():
             each.load_state(rank_state["strategies"][name])

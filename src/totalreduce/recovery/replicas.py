@@ -5,31 +5,26 @@ sparse sessions and the running statistics of a model's buffers are not: with th
 sends them to the next ranks before each vote. A copy counts when the vote has passed: then it is what the rank goes on
 with, and until then the copy of the version before counts. (Rabit keeps the local models of its ranks so, in a ring.)
 
-Small buffers go to all ranks, by an allgather.
-
-A buffer that a block changes after the vote, such as a moving average of the parameters, is *late*: its copy is as it
-was before. No message can follow then, because each rank finishes the block by itself. So a new rank gets late buffers
-from the rank that gives it the parameters, and they should be equal on all ranks.
+The form of the copies of buffers is chosen in ``buffer_copies``.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
 
-from totalreduce.foundation.errors import ConfigurationError, ProtocolError
+from totalreduce.foundation.errors import ProtocolError
 from totalreduce.groups.encoding import PACKED_BYTES_MAX, pack, unpack
 from totalreduce.groups.group import Group
-from totalreduce.recovery.buffers import BufferRow
+from totalreduce.recovery.buffer_copies import BufferCopies, Form
+from totalreduce.recovery.buffers import RowLayout
 from totalreduce.recovery.membership import Decision
 from totalreduce.recovery.optimizers import Optimizers
 from totalreduce.recovery.state import State
 from totalreduce.recovery.vote import Vote
-from totalreduce.tensors.modes import outside_inference_mode
 from totalreduce.tensors.work import Work
 
 __all__ = ["Exchange", "OwnState", "Replicas", "gather_lengths", "send_row"]
@@ -38,58 +33,6 @@ _log = logging.getLogger(__name__)
 
 #: The tag of the messages between ranks.
 _TAG = 0x5EA7
-#: The most bytes that the buffers of all ranks have to be sent to all ranks. Larger ones are sent to the next ranks.
-_ROWS_BYTES_MAX = 128 * 1024
-_OTHER_SHAPES = "the model's buffers have other shapes than when the job began: keep their shapes"
-
-
-@final
-class _BufferRows:
-    """The buffers of all ranks, each as a row of bytes: an allgather that is prepared once."""
-
-    @outside_inference_mode
-    def __init__(self, layout: BufferRow, group: Group) -> None:
-        """Make the rows. Nothing is sent."""
-        self._layout = layout
-        self._rows = torch.zeros(group.world_size, layout.num_bytes, dtype=torch.uint8, device="cpu")
-        self._mine = torch.zeros(layout.num_bytes, dtype=torch.uint8, device="cpu")
-        self._now = torch.zeros_like(self._mine)
-        self._allgather = group.control.prepare_allgather(self._rows, self._mine, name="recovery/buffers")
-        self._work: Work | None = None
-
-    def start(self) -> None:
-        """Send the buffers as they are now, unless they are on their way already. Collective, with ``finish``.
-
-        Raises:
-            ConfigurationError: The program has changed the shapes of buffers.
-        """
-        if self._work is not None:
-            return  # optimizer.step() has run out of time, and is repeated
-        if self._layout.copy(self._mine) is not self._mine:
-            raise ConfigurationError(_OTHER_SHAPES)
-        self._work = self._allgather.start()
-
-    def finish(self) -> list[torch.Tensor]:
-        """Return the rows of all ranks. They are not changed any more. Calls ``start`` if nobody has.
-
-        Raises:
-            DeadlineExceededError: The rows have not come in time. The call may be repeated.
-        """
-        self.start()
-        assert self._work is not None
-        self._work.wait()
-        self._work = None
-        return list(self._rows.clone())
-
-    def changed(self) -> set[str]:
-        """Return the names of the buffers that differ from the row of this rank that was sent last."""
-        now = self._layout.copy(self._now)
-        if torch.equal(now, self._mine):
-            return set()
-        if len(now) != len(self._mine):
-            raise ConfigurationError(_OTHER_SHAPES)
-        sent = self._layout.parts(self._mine)
-        return {name for name, part in self._layout.parts(now).items() if not torch.equal(part, sent[name])}
 
 
 def gather_lengths(group: Group, length: int) -> Work:
@@ -241,19 +184,11 @@ class OwnState:
         #: By optimizer the states of the sparse sessions, at the present version and after the block.
         self._sessions: dict[str, list[dict[str, Any]]] = {}
         self._next_sessions: dict[str, list[dict[str, Any]]] = {}
-        self._rows: _BufferRows | None = None  #: For small buffers.
-        self._sends = False  #: Whether there is anything to send before a vote.
+        self._buffers = BufferCopies(state)
         self._sending: Exchange | None = None  #: The exchange that has not ended.
-        #: Copies of the buffers in the last exchange of this epoch that had no rows; ``None`` if there was none.
-        self._sent: dict[str, torch.Tensor] | None = None
-        #: Whether the copies that count are rows of buffers. Another number of ranks may have another form of copies.
-        self._holds_rows = False
-        self._late: set[str] = set()  #: Buffers that blocks change after the vote.
-
-    @property
-    def _exists(self) -> bool:
-        """Whether ranks have residuals or buffers, which differ from rank to rank. Equal on all ranks."""
-        return self._optimizers.compresses or next(self._state.model.buffers(), None) is not None
+        #: The layout of the copies that count, and of those of the last exchange, if they are rows of buffers.
+        self._held_layout: RowLayout | None = None
+        self._next_layout: RowLayout | None = None
 
     def send(self, decision: Decision) -> None:
         """Send the state, as it is after this block, to other ranks, and have theirs. Collective, before the vote.
@@ -263,40 +198,65 @@ class OwnState:
         Raises:
             PeerLost: A rank is lost. The copies that count are still those of the last version.
             DeadlineExceededError: The copies have not come in time. The call may be repeated.
+            UnsupportedError: A buffer cannot be copied byte by byte.
         """
-        if self._sends and not self.vote.is_in_flight:
+        if not self.vote.is_in_flight:
             self._next_sessions = self._send(decision, self._state.version + 1)
+            self.vote.layout = self._buffers.digest()
+
+    def end_vote(self, decision: Decision) -> int:
+        """Return the largest ballot of all ranks, when all have come to the vote and have all copies.
+
+        If the buffers of a rank have another layout than the rows, all ranks send all buffers, and vote again.
+
+        Raises:
+            ConfigurationError, PeerLost, DeadlineExceededError: As ``Vote.end``.
+        """
+        vote = self.vote
+        if not vote.is_second:
+            ballot = vote.end()
+            if self._buffers.form is Form.PACKED or self._buffers.fits(vote.layouts):
+                return ballot
+            vote.announce_second()
+        if not vote.has_begun:
+            self._next_sessions = self._send_packed(decision, self._state.version + 1)
+            vote.begin_second()
+        return vote.end()
 
     def commit(self) -> None:
         """Note that a block has taken effect, whose vote has passed."""
         self._commit_copies()
         self._sessions = self._next_sessions
-        self._late |= self._changed_since_sent()
+        self._buffers.note_late()
+        if not self._buffers.fits(self.vote.layouts):
+            self._plan(self.vote.layouts)
+
+    def agree(self) -> None:
+        """Have all ranks choose one form of the copies, outside of a block. Collective."""
+        digests = self._group.control.allgather_object(self._buffers.digest(looks=True))
+        self._plan(digests[0] if len(set(digests)) == 1 else None)
+
+    def _plan(self, layouts: int | None) -> None:
+        are_sent = self.num_copies > 0 and self._group.world_size > 1
+        self._buffers.plan(layouts, self._group, are_sent=are_sent, have_residuals=self._optimizers.compresses)
+        self.vote.layouts = layouts
 
     def copy(self, decision: Decision) -> None:
         """Have other ranks copy this rank's own state of the present version, outside of a block. Collective."""
-        if self._exists and self._state.version > 0:
+        self.agree()
+        if self._state.version > 0:
             self._sessions = self._send(decision, self._state.version)
             self._commit_copies()
 
     def _commit_copies(self) -> None:
         self._replicas.commit()
-        self._holds_rows = self._rows is not None
-
-    def _changed_since_sent(self) -> set[str]:
-        """Return the names of the buffers that the program has changed since they were sent."""
-        if self._rows is not None:
-            return self._rows.changed()
-        sent = self._sent
-        if sent is None:
-            return set()
-        now = dict(self._state.named_buffers())
-        names = sent.keys() | self._state.own_buffers().keys()
-        return {name for name in names if name not in sent or not torch.equal(now[name], sent[name])}
+        self._held_layout = self._next_layout
 
     def current(self) -> dict[str, Any] | None:
-        """Return this rank's own state as it is between two blocks; ``None`` if no rank has any."""
-        return {"optimizers": self._pending(), "buffers": self._state.own_buffers()} if self._exists else None
+        """Return this rank's own state as it is between two blocks; ``None`` if no rank has any. See ``agree``."""
+        if self._buffers.form is Form.NOTHING:
+            return None
+        return {"optimizers": self._pending(), "buffers": self._state.own_buffers()}
 
     def load(self, own: Mapping[str, Any]) -> None:
         """Begin with what ``current`` has returned in a process of the same rank. On all ranks."""
@@ -309,13 +269,9 @@ class OwnState:
 
     def _load(self, own: Mapping[str, Any]) -> None:
         """Begin with the buffers and residuals that another process had, and note its sessions."""
-        self._load_buffers(own["buffers"])
+        self._buffers.load(own["buffers"])
         self._load_residuals(own)
         self._sessions = _sessions_of(own["optimizers"])
-
-    def _load_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Set buffers to those that another process had. Late ones are those of the rank that gave the parameters."""
-        self._state.load_own_buffers({name: each for name, each in buffers.items() if name not in self._late})
 
     def _load_residuals(self, own: Mapping[str, Any], *, adds: bool = False) -> None:
         for name, each in self._optimizers.compressions.items():
@@ -339,22 +295,34 @@ class OwnState:
         """
         same_size, self._world_size = self._world_size == self._group.world_size, self._group.world_size
         self.vote.prepare()
-        layout = self._state.buffer_row()
-        self._rows = _BufferRows(layout, self._group) if self._has_small_buffers(layout) else None
-        self._sends, self._sending, self._sent = self._exists, None, None
+        self._sending = None
         self._replicas.undo()
-        if not self._exists or decision.version == 0:
+        if decision.version == 0:
+            self.agree()
             return
         held = self._replicas.seats(decision.version) if has_state else []
         said = self._group.allgather_object(
             {
                 "held": held,
-                "are rows": self._holds_rows,
-                "late": self._digests_of_late() if has_state else {},
+                "had own": has_state and self._buffers.form is not Form.NOTHING,
+                "late": self._buffers.digests_of_late() if has_state else {},
                 "sessions": has_state and same_size and self._knows_sessions(),
             }
         )
-        self._late = {name for words in said for name in words["late"]}
+        self._buffers.late = {name for words in said for name in words["late"]}
+        if any(words["had own"] for words in said):
+            self._share_own(decision, held, said)
+        # Ranks that were lost had copies, too: without new ones, the next loss could be of a rank without a copy.
+        self.copy(decision)
+
+    def _share_own(self, decision: Decision, held: Sequence[int], said: Sequence[Mapping[str, Any]]) -> None:
+        """Give new ranks what lost ranks had for themselves, and add what nobody goes on with to this rank's own.
+
+        Args:
+            decision: The members of the epoch.
+            held: The seats of which this rank has a copy.
+            said: What the ranks have said of themselves in ``restore``.
+        """
         holders: dict[int, int] = {}
         for holder, words in enumerate(said):
             for seat in words["held"]:
@@ -363,41 +331,36 @@ class OwnState:
         for newcomer in decision.newcomers:
             source = holders.get(seats[newcomer])
             if source is None:
-                _log.warning("nobody has the residuals and buffers of rank %d: they begin anew", newcomer)
+                _log.warning(
+                    "nobody has the residuals and buffers of rank %d: its residuals begin at zero, and its buffers are "
+                    "those of rank %d",
+                    newcomer,
+                    decision.source,
+                )
             else:
-                self._hand_over(seats[newcomer], source, newcomer, are_rows=said[source]["are rows"])
+                self._hand_over(seats[newcomer], source, newcomer)
         if decision.newcomers and self._group.rank == 0:
             self._warn_of_late([words["late"] for words in said], decision.source)
         for seat in held:
             if seat not in seats:
-                if holders[seat] == self._group.rank and self._optimizers.compresses and not self._holds_rows:
+                if holders[seat] == self._group.rank and self._optimizers.compresses and self._held_layout is None:
                     self._load_residuals(unpack(self._replicas.take(seat)), adds=True)
                 self._replicas.forget(seat)
         if self._are_known(said, decision.newcomers, seats, holders):
             self._load_sessions()
-        # Ranks that were lost had copies, too: without new ones, the next loss could be of a rank without a copy.
-        self.copy(decision)
 
-    def _hand_over(self, seat: int, source: int, newcomer: int, *, are_rows: bool) -> None:
+    def _hand_over(self, seat: int, source: int, newcomer: int) -> None:
         """Give the copy of a seat's state that rank ``source`` has to the rank that now has the seat."""
         if self._group.rank == source:
-            self._replicas.send(self._group, seat, newcomer)
+            copy = self._replicas.copy_of(seat)
+            if self._held_layout is not None:
+                copy = pack({"optimizers": {}, "buffers": self._held_layout.read(copy)})
+            send_row(self._group, copy, newcomer)
         elif self._group.rank == newcomer:
-            copy = self._replicas.receive(self._group, source)
-            if are_rows:
-                self._load_buffers(self._state.buffer_row().read(copy))
-            else:
-                self._load(unpack(copy))
-
-    def _digests_of_late(self) -> dict[str, str]:
-        if not self._late:
-            return {}
-        layout = self._state.buffer_row()
-        parts = layout.parts(layout.copy())
-        return {name: hashlib.sha256(parts[name].numpy().data).hexdigest() for name in sorted(self._late)}
+            self._load(unpack(self._replicas.receive(self._group, source)))
 
     def _warn_of_late(self, digests: Sequence[Mapping[str, str]], source: int) -> None:
-        for name in sorted(self._late):
+        for name in sorted(self._buffers.late):
             if len({each[name] for each in digests if name in each}) > 1:
                 _log.warning(
                     "the buffer %s differs between ranks, and blocks change it after optimizer.step(): new ranks get "
@@ -423,28 +386,29 @@ class OwnState:
             seats[rank] in holders if rank in newcomers else words["sessions"] for rank, words in enumerate(said)
         )
 
-    def _has_small_buffers(self, layout: BufferRow) -> bool:
-        """Whether the ranks have buffers, which may go to all ranks, and nothing else. Equal on all ranks."""
-        size = self._group.world_size
-        needed = size > 1 and self.num_copies > 0 and not self._optimizers.compresses
-        return needed and 0 < size * layout.num_bytes <= _ROWS_BYTES_MAX
-
     def _send(self, decision: Decision, version: int) -> dict[str, list[dict[str, Any]]]:
         """Send the state as that of a version; return the states of the sparse sessions, by optimizer."""
-        if self._rows is not None:
-            rows = enumerate(self._rows.finish())
-            others = {decision.members[rank].seat: row for rank, row in rows if rank != self._group.rank}
-            self._replicas.note(version, others)
+        form = self._buffers.form
+        if form is Form.NOTHING:
             return {}
+        if form is Form.PACKED:
+            return self._send_packed(decision, version)
+        rows = enumerate(self._buffers.finish_rows())
+        others = {decision.members[rank].seat: row for rank, row in rows if rank != self._group.rank}
+        self._replicas.note(version, others)
+        self._next_layout = self._buffers.row_layout
+        return {}
+
+    def _send_packed(self, decision: Decision, version: int) -> dict[str, list[dict[str, Any]]]:
+        """Do what ``_send`` does, by messages to the next ranks."""
         pending = self._pending()
         if self.num_copies and self._group.world_size > 1:
             if self._sending is None:
-                buffers = self._state.own_buffers()
-                self._sent = {name: each.clone() for name, each in buffers.items()}
-                own = pack({"optimizers": pending, "buffers": buffers})
+                own = pack({"optimizers": pending, "buffers": self._buffers.packed()})
                 self._sending = self._replicas.begin(self._group, decision, version, own)
             self._sending.finish()
             self._sending = None
+        self._next_layout = None
         return _sessions_of(pending)
 
 

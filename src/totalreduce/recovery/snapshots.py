@@ -244,7 +244,8 @@ class Snapshots:
         if about["world_size"] != world_size:
             if rank == 0:
                 _log.warning(
-                    "residuals and buffers of the snapshot are of %d ranks, and there are %d: they begin anew",
+                    "the snapshot is of %d ranks, and there are %d: residuals begin at zero, and all else is as "
+                    "rank 0 had it",
                     about["world_size"],
                     world_size,
                 )
@@ -480,8 +481,12 @@ def _copied(value: Any) -> dict[str, torch.Tensor]:
         ConfigurationError: It has a value of a type that cannot be written.
     """
     document, tensors = encode(value)
-    copies = {f"tensor-{index}": tensor.detach().cpu().clone() for index, tensor in enumerate(tensors)}
+    copies = {f"tensor-{index}": _plain(tensor) for index, tensor in enumerate(tensors)}
     return {**copies, "document": torch.frombuffer(bytearray(document.encode()), dtype=torch.uint8)}
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -15,11 +15,12 @@ from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.groups.encoding import encode
 from totalreduce.pytorch.local_steps import LocalSteps
 from totalreduce.pytorch.optimizer import DistributedOptimizer
-from totalreduce.recovery.buffers import BufferRow, KeptBuffers
+from totalreduce.recovery.buffers import BufferRow, KeptBuffers, follow_state_dict
 from totalreduce.recovery.dealing import Dealer
+from totalreduce.recovery.refusals import check_model, check_optimizers
 from totalreduce.recovery.sampler import ElasticSampler
 from totalreduce.recovery.stream import ElasticStream
-from totalreduce.tensors.modes import write
+from totalreduce.tensors.values import set_values
 
 __all__ = ["State", "Stateful", "load_object"]
 
@@ -124,9 +125,10 @@ class State:
         Raises:
             ConfigurationError: An optimizer is none, or has a parameter that the model has not; the model is wrapped; a
                 name is taken; or a value is of a type that cannot be sent.
+            UnsupportedError: A parameter or buffer has no values that can be copied byte by byte: it is sparse,
+                quantised, nested, on the meta device, or of a lazy module that has not run yet.
         """
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            raise ConfigurationError("tr.State needs the module itself, not DistributedDataParallel: model.module")
+        check_model(model)
         self.optimizers = dict(optimizer) if isinstance(optimizer, Mapping) else {"": optimizer}
         self._inners = {name: _inner(name, each, model) for name, each in self.optimizers.items()}
         if not self.optimizers:
@@ -144,6 +146,7 @@ class State:
         self._done: dict[str, int] = {}  #: By label: the epoch in which a block of ``job.once`` took effect last.
         self._objects = {name: value for name, value in values.items() if isinstance(value, Stateful)}
         self._names = tuple(name for name in values if name not in self._objects)
+        check_optimizers(self._inners, model)
         self._buffers = KeptBuffers(model)
         #: Where the modules have their parameters: to look for them in every block takes longer than the rest of it.
         self._parameters = [module._parameters for module in model.modules()]
@@ -155,6 +158,11 @@ class State:
     def describe(self) -> str:
         """Return what must be equal in all processes of the job, one part in a line."""
         lines = self._layout()
+        lines += [
+            f"buffer {name}"
+            for name, (first, is_persistent) in self._buffers.describe().items()
+            if is_persistent and first is not None
+        ]
         for name, each in self.optimizers.items():
             if isinstance(each, DistributedOptimizer):
                 lines += [f"{name} {each.describe()}".lstrip()]
@@ -162,9 +170,11 @@ class State:
         return "\n".join(lines)
 
     def _layout(self) -> list[str]:
-        """Return what must be equal in a process that goes on with this state, one part in a line."""
+        """Return what must be equal in a process that goes on with this state, one part in a line.
+
+        That is not so of buffers, which may get other shapes, and may be registered or removed, while the job runs.
+        """
         lines = [f"parameter {name}: {each.dtype}{list(each.shape)}" for name, each in self.model.named_parameters()]
-        lines += [f"buffer {name}: {each.dtype}{list(each.shape)}" for name, each in self.model.named_buffers()]
         for name, inner in self._inners.items():
             sizes = [len(group["params"]) for group in inner.param_groups]
             lines += [f"optimizer{_of(name)}: {type(inner).__qualname__} with groups of {sizes} parameters"]
@@ -177,7 +187,13 @@ class State:
         return self._done.get(label) == self._epoch
 
     def count(self, label: str | None) -> None:
-        """Count a block that has taken effect: a step, or with ``label`` a block of ``job.once``."""
+        """Count a block that has taken effect: a step, or with ``label`` a block of ``job.once``.
+
+        Raises:
+            ConfigurationError: In the first step, an optimizer has made a state that cannot be sent to other ranks.
+        """
+        if label is None and self.steps == 0:
+            check_optimizers(self._inners, self.model)
         self.version += 1
         if label is None:
             self.steps += 1
@@ -217,11 +233,11 @@ class State:
         """Return a layout of the model's buffers in a row of bytes."""
         return self._buffers.row()
 
-    def own_buffers(self) -> dict[str, torch.Tensor]:
-        """Return the buffers that blocks have changed, which may differ from rank to rank. Not copied."""
-        return self._buffers.changed()
+    def own_buffers(self) -> dict[str, torch.Tensor | None]:
+        """Return the buffers that may differ from rank to rank; ``None`` for those that are no more. Not copied."""
+        return self._buffers.own()
 
-    def load_own_buffers(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def load_own_buffers(self, tensors: Mapping[str, torch.Tensor | None]) -> None:
         """Set the buffers that ``own_buffers`` has returned in another process."""
         self._buffers.load(tensors)
 
@@ -254,6 +270,7 @@ class State:
             "done": self._done,
             "layout": self._layout(),
             "model": self._tensors(),
+            "buffers": self._buffers.describe(),
             "optimizers": {name: inner.state_dict() for name, inner in self._inners.items()},
             "values": light.values,
             "objects": light.objects,
@@ -278,21 +295,29 @@ class State:
         Raises:
             ConfigurationError: It is the state of another program. Nothing has changed.
         """
-        difference = checks.first_difference(shared["layout"], self._layout())
+        # The library has not always left the buffers out of the layout.
+        layout = [line for line in shared["layout"] if not line.startswith("buffer ")]
+        difference = checks.first_difference(layout, self._layout())
         if difference is not None:
             raise ConfigurationError(
                 f"the state of the job has {difference[0]!r}, and this process's has {difference[1]!r}: start the "
                 "program that the state is of"
             )
-        with torch.no_grad():
-            for name, tensor in self._tensors().items():
-                write(tensor, shared["model"][name])
+        prefix = "buffer "
+        tensors = {name.removeprefix(prefix): each for name, each in shared["model"].items() if name.startswith(prefix)}
+        buffers = shared.get("buffers")
+        if buffers is None:  # the library has not always written them: there were the same ones in all processes
+            buffers, tensors = self._buffers.describe(), dict(self.named_buffers()) | tensors
+        self._buffers.check(list(buffers))
+        for name, parameter in self.model.named_parameters():
+            set_values(parameter, shared["model"][name])
+        self._buffers.set_all(buffers, tensors)
         for name, inner in self._inners.items():
             inner.load_state_dict(shared["optimizers"][name])
         for name in self._names:
             setattr(self, name, shared["values"][name])
         for name, value in self._objects.items():
-            value.load_state_dict(shared["objects"][name])
+            load_object(value, shared["objects"][name])
         if self.sampler is not None:
             self.sampler.load_state_dict(shared["sampler"])
         for name, each in self._strategies().items():
@@ -323,12 +348,14 @@ class State:
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         named: dict[str, torch.Tensor] = dict(self.model.named_parameters())
-        named.update((f"buffer {name}", buffer) for name, buffer in self.model.named_buffers())
+        named.update((f"buffer {name}", buffer) for name, buffer in self.named_buffers())
         return {name: tensor.detach() for name, tensor in named.items()}
 
 
 def load_object(target: Any, state: Mapping[str, Any]) -> None:
     """Set an object with ``load_state_dict`` to a state, in the middle of a step."""
+    if isinstance(target, torch.nn.Module):
+        follow_state_dict(target, state)
     target.load_state_dict(state)
     if isinstance(target, torch.amp.GradScaler):
         # The step may have ended between unscale_() and update(). The scaler refuses a second unscale_(), and its
@@ -364,5 +391,5 @@ def _of(name: str) -> str:
 
 
 def _sha256(tensor: torch.Tensor) -> str:
-    flat = tensor.detach().cpu().contiguous().view(-1)
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
     return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from totalreduce.foundation.errors import UnsupportedError
 from totalreduce.foundation.types import DType
 
-__all__ = ["check_dense", "dtype_of", "moved_dtype_of", "problem_of_layout"]
+__all__ = ["check_dense", "dtype_of", "moved_dtype_of", "problem_of_layout", "problem_of_values"]
 
 _DTYPES = {
     torch.uint8: DType.UINT8,
@@ -80,3 +81,18 @@ def problem_of_layout(tensor: torch.Tensor) -> str | None:
             "Pass .int_repr() and the quantiser's numbers, or .dequantize()"
         )
     return None
+
+
+def problem_of_values(tensor: torch.Tensor) -> str | None:
+    """Say why a tensor, on any device, has no values that can be copied byte by byte, and what to do; ``None``: it has.
+
+    A ``DTensor`` has its values in another tensor, too.
+    """
+    if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+        return "is not initialised yet: run a forward pass first"
+    problem = problem_of_layout(tensor)
+    if problem is None and tensor.is_meta:
+        problem = "is on meta and has no values; use .to_empty(device='cpu') first"
+    if problem is None and hasattr(tensor, "__tensor_flatten__"):
+        problem = f"is a {type(tensor).__name__}, whose values are in other tensors: use a plain tensor"
+    return problem
