@@ -148,7 +148,7 @@ def measure(config: RecoveryConfig) -> RecoverySamples:
             rows.append(seconds)
         clock.slice_s = 0.0
         outside, inside = _count(group, steps.outside), _count(group, steps.inside)
-        return RecoverySamples(rows, inside, outside, _memory(job, model), _parameters(model))
+        return RecoverySamples(rows, inside, outside, _memory(job, model, optimizer), _parameters(model))
 
 
 class _Steps:
@@ -206,11 +206,13 @@ def _parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _memory(job: tr.Job, model: nn.Module) -> int:
+def _memory(job: tr.Job, model: nn.Module, optimizer: tr.DistributedOptimizer) -> int:
     """Return the bytes of the tensors that the job keeps: copies of buffers, and of the state of other ranks."""
     others = (nn.Module, tr.Group, tr.DistributedOptimizer, Compression, Assembly, torch.optim.Optimizer)
     passed = (type, ModuleType, FunctionType, MethodType, *others)
-    known = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
+    states = [each for entry in optimizer.wrapped.state.values() for each in entry.values()]
+    tensors = [*model.parameters(), *model.buffers(), *(each for each in states if isinstance(each, torch.Tensor))]
+    known = {each.untyped_storage().data_ptr() for each in tensors}
     found: dict[int, int] = {}
     seen: set[int] = set()
     pending: list[Any] = [job]

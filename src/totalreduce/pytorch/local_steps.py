@@ -134,6 +134,11 @@ class LocalSteps:
         """Whether the next step uses the gradients of all ranks."""
         return self._session.exchanges_gradients()
 
+    @property
+    def ends_exchange(self) -> bool:
+        """Whether the next step ends with an exchange, which a guard has to agree to. Equal on all ranks."""
+        return self._kept is not None or self._session.ends_exchange()
+
     def count_samples(self, number: float) -> None:
         """Add to the number of samples that this rank has used in the present step."""
         self._samples += checks.real_number("the number of samples", number, minimum=0)
@@ -161,7 +166,7 @@ class LocalSteps:
             DeadlineExceededError: An exchange or the guard takes too long. The call may be repeated.
         """
         self.is_guarded = True
-        if self._kept is None and not self._session.ends_exchange():
+        if not self.ends_exchange:
             guard.step_alone()
             self.step()
             return

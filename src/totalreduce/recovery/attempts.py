@@ -16,17 +16,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, final
 
+import torch
+
 from totalreduce.foundation import checks
-from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.errors import ConfigurationError, RecoveryError
+from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
 from totalreduce.recovery.assembly import Assembly
 from totalreduce.recovery.dealing import batches_of, needed
 from totalreduce.recovery.forming import begin_from_disk, compare_states, seed_generators, send_state
+from totalreduce.recovery.refusals import check_whole
 from totalreduce.recovery.runs import Membership, Run, Runs, latest_version
 from totalreduce.recovery.snapshots import Snapshots
 from totalreduce.recovery.state import State
+from totalreduce.recovery.steps import StepsSinceCommit, pending_gradients
+from totalreduce.recovery.weights import CommitWeights
 from totalreduce.recovery.wishes import Wish, handles_signals, wish_to_end
 
 if TYPE_CHECKING:
@@ -65,6 +72,7 @@ class Attempt(Run):
         number: int,
         snapshots: Snapshots | None,
         copies: ShardCopies | None = None,
+        weights: CommitWeights | None = None,
     ) -> None:
         """Begin with a state, or with ``copies`` and without a state.
 
@@ -76,10 +84,13 @@ class Attempt(Run):
             number: The number of the attempt.
             snapshots: Writes the state to disk.
             copies: Keeps copies of a sharded state.
+            weights: Tells after a loss whether the weights are those of the last commit; of a state that is not
+                sharded, where ranks can be replaced.
         """
         super().__init__(group, assembly, number)
         self._known_state, self._seed = state, seed
-        self._snapshots, self._copies = snapshots, copies
+        self._snapshots, self._copies, self._weights = snapshots, copies, weights
+        self._steps: StepsSinceCommit | None = None
         self.preempted = False
 
     @property
@@ -104,6 +115,14 @@ class Attempt(Run):
         else:
             self._begin(self._known_state)
         return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        """Do what ``Run.__exit__`` does, and count no steps any more."""
+        if self._steps is not None:
+            self._steps.remove()
+        return super().__exit__(kind, error, traceback)
 
     def synchronize(self, state: State) -> None:
         """Bring the state that the program has built to the state of the job. Collective, once in an attempt.
@@ -145,7 +164,12 @@ class Attempt(Run):
 
     def _begin(self, state: State) -> None:
         state.drop_gradients()
+        counts = self._weights is not None  # else it does not matter when collectives are called
+        self._steps = StepsSinceCommit(state, self._count_operations if counts else None)
         seed_generators(self._seed, state.version, self.group.rank)
+
+    def _count_operations(self) -> int:
+        return self.group.statistics().operations
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the numbers of the epochs that are left, and have the sampler begin each. The first epoch is 0."""
@@ -185,19 +209,30 @@ class Attempt(Run):
     def commit(self) -> None:
         """Note that this rank has taken a step: call it once after each ``optimizer.step()``.
 
-        No collective comes between the two: if a rank were lost there, the step would be repeated although parameters
-        have changed. What the program changes after this call is undone when a rank is lost in the next step.
+        If collectives come between an optimizer's step and this call, a loss in one of them must undo the step: then
+        each commit copies parameters and states of optimizers, from the first such commit on (with several optimizers
+        from the begin on). What the program changes after this call is undone when a rank is lost in the next step.
 
         The position of the sampler moves on, and the generators of random numbers are seeded for the next step. If
         processes wait to join (``--on-loss shrink``), the attempt ends on all ranks. If a rank has got a signal of the
         snapshots, the version is on disk when this returns, and the loops end.
+
+        Raises:
+            ConfigurationError: There are gradients, and no optimizer has taken a step since the last commit. Or an
+                optimizer has made a state that cannot be sent to other ranks.
+            PeerLost: A rank is lost.
         """
-        state = self._state
+        state, steps = self._state, self._steps
+        if steps is not None:
+            self._check_gradients(state, steps)
+            num_steps, are_interrupted = steps.number, steps.are_interrupted
         state.count(None)
         if state.sampler is not None:
             state.sampler.advance()
         if self._copies is None:  # else the next attempt builds the model anew
             state.keep()
+        if self._weights is not None and steps is not None:
+            self._weights.commit(num_steps, are_interrupted=are_interrupted, logs=self.group.rank == 0)
         seed_generators(self._seed, state.version, self.group.rank)
         snapshots = self._snapshots
         if self._copies is not None:
@@ -214,6 +249,33 @@ class Attempt(Run):
             snapshots.write_last(state.version, self._write)
             self.group.control.barrier()  # a rank that left before could have the launcher end rank 0 while it writes
             self.preempted = True
+        if steps is not None:
+            steps.begin()
+
+    def _check_gradients(self, state: State, steps: StepsSinceCommit) -> None:
+        """Check that no gradients wait for a step. Collective with sharded gradients, if no optimizer has stepped.
+
+        A ``GradScaler`` that has left a step out has found elements that are not finite.
+        """
+        if steps.number or not steps.has_gradients:
+            return
+        if self._weights is not None and self._weights.differ():
+            return  # the program has changed them by itself
+        are_some, are_finite = pending_gradients(state.model)
+        if self._copies is not None:
+            found = torch.tensor([are_some, not are_finite], dtype=torch.int64)
+            self.group.control.allreduce(found, name="recovery/gradients", op=ReduceOp.MAX).wait()
+            are_some, are_finite = bool(found[0]), not found[1]
+        if are_some and are_finite:
+            if self._assembly is not None:
+                self._assembly.finish()  # a process that is started again would come to the same error
+            raise ConfigurationError(
+                "attempt.commit() was called with gradients, and no optimizer has taken a step since the last commit. "
+                "The samples of these gradients count as used from now on, but after a loss the gradients would be "
+                "gone. To accumulate gradients, call backward() several times with parts of one batch of "
+                "attempt.batches, then optimizer.step() and attempt.commit() once. Gradients that no step is to use "
+                "are reset by optimizer.zero_grad() before the commit"
+            )
 
     def _write(self) -> None:
         """Begin to write this rank's part of the present version."""
@@ -261,6 +323,8 @@ class Attempts:
         self._state, self._membership, self._timeout_s = state, membership, timeout_s
         self._seed, self._verify = checks.integer("seed", seed), bool(verify)
         self._snapshots = snapshots
+        check_whole(state.model, "tr.attempts(state)")
+        self._weights = CommitWeights(state)
 
     def __iter__(self) -> Iterator[Attempt]:
         """Yield an attempt, and another one whenever the members have changed. Raises what ``Runs`` does."""
@@ -279,28 +343,56 @@ class Attempts:
 
     def begin(self, group: Group, assembly: Assembly | None, number: int) -> Attempt:
         """Return the attempt that begins now."""
-        return Attempt(self._state, group, assembly, seed=self._seed, number=number, snapshots=self._snapshots)
+        weights = None if assembly is None else self._weights
+        return Attempt(
+            self._state, group, assembly, seed=self._seed, number=number, snapshots=self._snapshots, weights=weights
+        )
 
-    def level(self, group: Group, *, has_state: bool, epoch: int) -> None:  # noqa: ARG002
+    def level(self, group: Group, *, has_state: bool, epoch: int) -> None:
         """Bring all ranks to the state of the first rank with the latest version. Collective.
 
-        What the program has changed since this rank's last commit is undone first.
+        What the program has changed since this rank's last commit is undone first. A rank on which that is not possible
+        gives its state to nobody.
+
+        Raises:
+            RecoveryError: It is possible on no rank.
         """
-        state = self._state
+        state, lost = self._state, ""
         if has_state:
             state.restore()
-        source, versions = latest_version(group, state.version if has_state else None)
+            lost = self._weights.restore()
+        source, versions = latest_version(group, state.version if has_state and not lost else None)
         others = [rank for rank, version in enumerate(versions) if version < versions[source]]
         if versions[source] < 0:  # the job begins: rank 0 has what all begin with
+            self._check_begin(group, lost)
             others = [rank for rank in range(group.world_size) if rank != source]
             if group.rank == source:
                 begin_from_disk(state, self._snapshots)
         send_state(state, group, source, others)
         state.keep()  # before a rank can be lost again: this is the state to go back to
+        if epoch:
+            self._weights.begin()
         if self._verify:
             compare_states(state, group)
         if state.sampler is not None:
             state.sampler.place(group.rank, group.world_size)
+
+    def _check_begin(self, group: Group, lost: str) -> None:
+        """Check that the job has not begun on ranks of which none can go back to its last commit. Collective.
+
+        Args:
+            group: The ranks.
+            lost: What this rank cannot undo.
+        """
+        said = group.control.allgather_object(lost)
+        rank = next((rank for rank, words in enumerate(said) if words), None)
+        if rank is not None:
+            raise RecoveryError(
+                f"a rank was lost when the program had changed {said[rank]} since the last commit (rank {rank}), and "
+                "no rank has the weights of its last commit any more. Weights that are put in for a while, such as "
+                "averages for an evaluation, must be taken out if a collective raises an error: put the trained ones "
+                "back in a `finally:` (docs/recovery.md). Start the job again from its last snapshot"
+            )
 
 
 @final

@@ -44,6 +44,7 @@ from totalreduce.recovery.rank_states import RankStates
 from totalreduce.recovery.replicas import OwnState
 from totalreduce.recovery.snapshots import Snapshots, share_token
 from totalreduce.recovery.state import State
+from totalreduce.recovery.weights import BlockWeights
 from totalreduce.recovery.wishes import Wish, handles_signals, wish_to_end
 
 __all__ = ["Change", "Job", "recoverable"]
@@ -178,6 +179,7 @@ class Job:
         self._options = options
         states = RankStates if optimizers.have_strategy else OwnState
         self._own: OwnState | RankStates = states(state, optimizers, checks.integer("replicas", replicas, minimum=0))
+        self._weights = BlockWeights(state, optimizers.group)
         self._assembly: Assembly | None = None
         self._phase = _Phase.OUTSIDE
         self._has_begun = False  #: Whether the body of the loop has begun a block.
@@ -363,6 +365,7 @@ class Job:
             if takes_step_alone and self._kind.label is None:
                 self.group.operations.runner.refusal = _NO_COLLECTIVES
             self.state.keep()
+            self._keep_weights()
             self._seed_generators()
             self._optimizers.begin_block()
             yield
@@ -449,9 +452,17 @@ class Job:
                 "optimizer.zero_grad() on every rank"
             )
         self.group.operations.runner.refusal = ""
+        self._weights.compare()
         self._optimizers.settle(None)
         self._begin_vote()
         self._end_vote()
+
+    def _keep_weights(self) -> None:
+        """Remember parameters and states of optimizers, if the block may have to be undone."""
+        label, sampler = self._kind.label, self.state.sampler
+        if self._assembly is not None and (label is not None or not self._optimizers.are_alone):
+            part = sampler.part if self._kind.num_parts and sampler is not None else 0
+            self._weights.begin(part if label is None else label)
 
     def _seed_generators(self) -> None:
         seed_generators(self._options.seed, self.state.version, self.group.rank)
@@ -467,6 +478,7 @@ class Job:
         ``DistributedOptimizer`` calls it when its gradients have left, or before the exchange of a strategy.
         """
         self._check_phase()
+        self._weights.compare()
         self.group.operations.runner.refusal = ""
         self._optimizers.settle(name)
 
@@ -534,6 +546,7 @@ class Job:
             self._assembly.begin()
         self.state.drop_gradients()
         self._optimizers.end_block()
+        self._weights.end()
         if self._kind.num_parts:
             needed(self.state.sampler, "a batch").advance(self._kind.num_parts)
         if self._assembly is not None and self._phase is not _Phase.ALONE:
@@ -585,6 +598,7 @@ class Job:
     def _undo(self) -> None:
         self.group.operations.runner.refusal = ""
         self._optimizers.undo()
+        self._weights.undo(have_stepped=self._optimizers.have_strategy)
         self.state.restore()
 
     def _samples_of_block(self) -> int:

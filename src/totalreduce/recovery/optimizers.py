@@ -126,6 +126,11 @@ class Optimizers:
         return any(each.exchanges_gradients for each in self.strategies.values())
 
     @property
+    def are_alone(self) -> bool:
+        """Whether a rank takes the next step by itself, without a vote. Equal on all ranks."""
+        return any(not each.exchanges_gradients and not each.ends_exchange for each in self.strategies.values())
+
+    @property
     def strategies(self) -> dict[str, LocalSteps]:
         """The steps of the strategy, by the name of its optimizer; empty if there is none."""
         return {name: steps_of(each) for name, each in self._all.items() if each.strategy is not None}

@@ -62,6 +62,12 @@ class Watch:
         }
         return sorted(found)
 
+    def changed_once(self) -> list[int]:
+        """Return the indices of the tensors that have one change more than at ``note``, so that nothing put it back."""
+        pairs = zip(self._counted, self._versions, strict=True)
+        ids = {id(tensor) for tensor, version in pairs if tensor._version == version + 1}
+        return [index for index, tensor in enumerate(self._tensors) if id(tensor) in ids]
+
     def differing(self) -> list[int]:
         """Return the indices of the tensors whose compared elements are others than at ``note``."""
         if not self._differs():
