@@ -321,6 +321,20 @@ def test_commits_of_horovods_elastic_training_follow_persistent_buffers() -> Non
     assert all(torch.equal(each, after[name]) for name, each in model.state_dict().items())
 
 
+def test_a_restore_of_horovods_elastic_training_does_not_write_to_averages_in_the_place_of_weights() -> None:
+    model = Caches()
+    state = hvd.elastic.TorchState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    trained, average = model.inner.weight.detach(), torch.full((2, 2), 7.0)
+    weight, values = model.inner.weight, trained.tolist()
+    weight.data = average
+    model.inner.bias = torch.nn.Parameter(torch.ones(2))
+    state.restore()
+    assert model.inner.weight is weight
+    assert weight.data_ptr() == trained.data_ptr()
+    assert weight.tolist() == values
+    assert average.tolist() == [[7.0] * 2] * 2
+
+
 def test_broadcast_parameters_writes_to_tensors_of_inference_mode() -> None:
     def body(group):
         tensor = in_inference_mode(3)

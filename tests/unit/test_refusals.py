@@ -93,6 +93,14 @@ def test_a_model_with_a_wrapper_of_one_group_is_refused(is_part: bool) -> None:
             State(model=whole, optimizer=sgd(whole))
 
 
+def test_a_scripted_module_is_refused() -> None:
+    model = torch.jit.script(torch.nn.Linear(2, 2))
+    with pytest.raises(
+        ConfigurationError, match=r"torch\.jit\.script: use the module itself, compiled by torch\.compile"
+    ):
+        State(model=model, optimizer=sgd(model))
+
+
 @pytest.mark.usefixtures("_group")
 def test_sharded_parameters_need_copies() -> None:
     model = torch.nn.Linear(2, 2)

@@ -21,6 +21,9 @@ _WRAPPERS = {
         "tr.State does not support FullyShardedDataParallel (FSDP1), whose parameters are parts of flat tensors: shard "
         "the model with FSDP2 (torch.distributed.fsdp.fully_shard), and use tr.attempts(copies=tr.ShardCopies(...))"
     ),
+    ("torch.jit._script", "RecursiveScriptModule"): (
+        "tr.State does not support a module of torch.jit.script: use the module itself, compiled by torch.compile"
+    ),
 }
 _OPTIMIZERS = {
     ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"): (

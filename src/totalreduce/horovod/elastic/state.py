@@ -16,6 +16,7 @@ from totalreduce.horovod.context import context
 from totalreduce.horovod.elastic.sampler import ElasticSampler
 from totalreduce.pytorch.optimizer import DistributedOptimizer
 from totalreduce.recovery.forming import send_state
+from totalreduce.recovery.places import Places
 from totalreduce.recovery.runs import Run
 from totalreduce.recovery.state import Stateful, load_object
 from totalreduce.tensors.modes import write
@@ -186,6 +187,7 @@ class ObjectState(State):
             raise ConfigurationError(f"an elastic state cannot hold a value of the name {taken[0]!r}: choose another")
         self._names: tuple[str, ...] = ()
         self._saved: dict[str, Any] = {}
+        self._places: dict[str, tuple[torch.nn.Module, Places]] = {}  #: Of the parameters of each module.
         for name, value in values.items():
             setattr(self, name, value)
         self._names = tuple(values)
@@ -209,7 +211,14 @@ class ObjectState(State):
         self._keep()
 
     def restore(self) -> None:
-        """Set all values to those of the last ``save`` or ``sync``, and drop the gradients."""
+        """Set all values to those of the last ``save`` or ``sync``, and drop the gradients.
+
+        If the program has put other tensors or memory (``.data = ...``) in the place of parameters, such as averages,
+        the parameters come back. The tensors that were put in are not written to.
+        """
+        for name, (module, places) in self._places.items():
+            if getattr(self, name) is module:
+                places.put_back()
         self._load(_copied(self._saved))
 
     def sync(self) -> None:
@@ -256,7 +265,19 @@ class ObjectState(State):
         values = {name: _captured(getattr(self, name)) for name in self._names}
         plain = {name: value for name, value in values.items() if not isinstance(getattr(self, name), Stateful)}
         encode(plain)  # refuses what cannot be sent, before another rank waits for it
+        self._note_places()
         self._saved = _copied(values, self._saved)
+
+    def _note_places(self) -> None:
+        """Note which tensors are the parameters of the modules, and where their memory is."""
+        for name in self._names:
+            module = getattr(self, name)
+            if isinstance(module, torch.nn.Module):
+                known, places = self._places.get(name, (None, None))
+                if known is not module or places is None:
+                    self._places[name] = module, Places(module, "parameters")
+                else:
+                    places.look()
 
     def _load(self, values: Mapping[str, Any]) -> None:
         """Set all values; ``values`` is not used by anybody else."""
