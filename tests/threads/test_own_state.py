@@ -11,11 +11,11 @@ from optimizer_cases import impatient, repeat_until_done
 
 import totalreduce as tr
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError
-from totalreduce.recovery.buffer_copies import Form
+from totalreduce.recovery.buffer_copies import Form, _Rows
 from totalreduce.recovery.forming import send_state
 from totalreduce.recovery.membership import Decision, Member
 from totalreduce.recovery.optimizers import Optimizers
-from totalreduce.recovery.replicas import OwnState, _BufferRows
+from totalreduce.recovery.replicas import OwnState
 from totalreduce.testing import run_ranks
 
 #: A buffer with so many elements makes the buffers of three ranks too large for rows. They go to the next ranks.
@@ -441,8 +441,8 @@ def test_a_step_that_has_run_out_of_time_may_be_repeated(place: str, num_element
         with contextlib.nullcontext() if group.rank == 1 else impatient(group):
             # Again: prepared operations keep the time-out of their preparation.
             process.own.vote.prepare()
-            if process.own._rows is not None:
-                process.own._rows = _BufferRows(process.own._rows._layout, group)
+            if process.own._buffers._rows is not None:
+                process.own._buffers._rows = _Rows(process.own._buffers._row, group)
             for _ in range(3):
                 process.block()
         group.barrier()

@@ -263,7 +263,7 @@ class Attempt(Run):
             return  # the program has changed them by itself
         are_some, are_finite = pending_gradients(state.model)
         if self._copies is not None:
-            found = torch.tensor([are_some, not are_finite], dtype=torch.int64)
+            found = torch.tensor([are_some, not are_finite], dtype=torch.int64, device="cpu")
             self.group.control.allreduce(found, name="recovery/gradients", op=ReduceOp.MAX).wait()
             are_some, are_finite = bool(found[0]), not found[1]
         if are_some and are_finite:
