@@ -141,7 +141,7 @@ def test_ranks_without_samples_step_what_the_others_step() -> None:
 
     first, second = expected_without_samples()
     results = run_ranks(3, body)
-    assert [parts for parts, *_ in results] == [["second", "first"]] * 2 + [[]]
+    assert [parts for parts, *_ in results] == [["second", "first"]] * 3
     for _, version, one, other in results:
         assert version == 2
         assert torch.allclose(one, first)
@@ -426,3 +426,35 @@ def test_a_scheduler_whose_length_was_computed_before_the_job_ends_with_it(world
         assert version == 2 * num_steps
         assert rate == pytest.approx(1.0 / 25 / 1e4, rel=1e-6), "the last rate of the cycle"
         assert last_phase["end_step"] == 2 * num_steps
+
+
+def test_a_rank_without_a_sample_does_what_the_others_do_and_its_gradients_do_not_count():
+    """It clips, steps the scheduler and takes part in collectives, so that parameters and learning rates stay equal."""
+    samples = torch.arange(1.0, 4.0)
+
+    def body(group):
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.ones_(model.weight)
+        optimizer = tr.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, group=group)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        sampler = tr.ElasticSampler(3, batch_size=1, shuffle=False)
+        loader = torch.utils.data.DataLoader(samples, batch_sampler=sampler)
+        state = tr.State(model=model, optimizer=optimizer, sampler=sampler, scheduler=scheduler)
+        counted = []
+        with tr.recoverable(state) as job:
+            for _ in job.epochs(3):
+                for inputs in job.batches(loader):
+                    with job.step():
+                        counted.append((job.batch_counts, inputs.tolist()))
+                        group.allreduce(torch.ones(1), name="metric").wait()
+                        (model(inputs.unsqueeze(1)) * group.world_size).mean().backward()
+                        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.8)
+                        optimizer.step()
+                        scheduler.step()
+        return model.weight.item(), scheduler.get_last_lr(), counted
+
+    ranks = run_ranks(4, body)
+    # The gradient is 1 + 2 + 3, clipped to 0.8.
+    assert [weight for weight, _, _ in ranks] == [pytest.approx(1.0 - 0.8 * (0.1 + 0.05 + 0.025))] * 4
+    assert [rate for _, rate, _ in ranks] == [[0.1 / 8]] * 4
+    assert [counted[0] for _, _, counted in ranks] == [(True, [1.0]), (True, [2.0]), (True, [3.0]), (False, [1.0])]

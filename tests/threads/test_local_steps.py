@@ -359,6 +359,9 @@ class Guard:
         self.calls: list[str] = []
         self.refuses = False
 
+    def counts(self) -> bool:
+        return True
+
     def step_alone(self) -> None:
         self.calls.append("alone")
 

@@ -54,7 +54,7 @@ class Process:
         self.state = tr.State(model=self.model, optimizer=self.wrapped)
         self.optimizers = Optimizers(self.wrapped)
         self.own = OwnState(self.state, self.optimizers, 1)
-        self.optimizers.guard(lambda: None, self.optimizers.settle, self.before_step, self.before_commit)
+        self.optimizers.guard(lambda: True, lambda: None, self.optimizers.settle, self.before_step, self.before_commit)
 
     # What ``Job`` does in a block.
 

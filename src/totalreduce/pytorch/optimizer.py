@@ -567,6 +567,8 @@ class DistributedOptimizer(OptimizerWrapper):
         """
         if self._deferred.guards_hooks:
             self._deferred.before_gradient(parameter)
+        if self.guard is not None and not self.guard.counts():
+            parameter.grad = None
         if self._steps_locally:
             assert self._local is not None
             _note_local_gradient(self._local, self._inner, made_dense, parameter)

@@ -39,6 +39,9 @@ class RoundGuard(Protocol):
     def waits_in_backward(self) -> bool:
         """See the class."""
 
+    def counts(self) -> bool:
+        """Whether the gradients of this rank count in the present step."""
+
     def step_alone(self) -> None:
         """Do what must happen before this rank steps by itself, without any exchange."""
 

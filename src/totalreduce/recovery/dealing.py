@@ -14,11 +14,7 @@ from typing import Any, Final
 from totalreduce.foundation import checks, environment
 from totalreduce.foundation.errors import ConfigurationError
 
-__all__ = ["NO_BATCH", "Dealer", "batches_of", "needed", "place_at_begin", "samples_of_step", "share_of", "steps_of"]
-
-#: What ``Dealer.deal`` yields for a step in which this rank has no sample.
-NO_BATCH: Final = object()
-
+__all__ = ["Dealer", "batches_of", "needed", "place_at_begin", "samples_of_step", "share_of", "steps_of"]
 
 #: The signals for programs: a process that does not handle them dies by them.
 _FOR_PROGRAMS: Final = (signal.SIGUSR1, signal.SIGUSR2)
@@ -125,7 +121,10 @@ class Dealer(ABC):
 
     @abstractmethod
     def deal(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield this rank's batch of each step from the position to the end; ``NO_BATCH`` where it has no sample.
+        """Yield this rank's batch of each step from the position to the end.
+
+        In a step in which this rank has no sample (``next_share`` is 0) the batch is the step's first sample, which
+        counts on another rank: the rank can do what the others do, and its gradients do not count.
 
         The caller moves the position on (``advance``), or calls ``deal`` anew after the ranks have changed.
 

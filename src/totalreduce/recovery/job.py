@@ -25,7 +25,7 @@ from typing import Any, Self, final
 from totalreduce.foundation import checks, environment
 from totalreduce.foundation.errors import ConfigurationError, PeerLost, RecoveryError
 from totalreduce.recovery.assembly import NEWCOMERS_S, Assembly
-from totalreduce.recovery.dealing import NO_BATCH, batches_of, needed
+from totalreduce.recovery.dealing import batches_of, needed
 from totalreduce.recovery.forming import (
     begin_from_disk,
     compare_states,
@@ -222,7 +222,9 @@ class Job:
         state, group, settings = self.state, self.group, environment.read_settings()
         if group.coordinator is not None:
             raise ConfigurationError("tr.recoverable needs collectives='engine': a native library cannot replace ranks")
-        self._optimizers.guard(self._step_alone, self._before_wait, self._begin_vote, self._end_vote)
+        self._optimizers.guard(
+            lambda: self.batch_counts, self._step_alone, self._before_wait, self._begin_vote, self._end_vote
+        )
         if group.formation is None:
             if group.world_size > 1 and group.rank == 0:
                 _log.warning("the launcher does not replace ranks: a loss ends the job (totalreduce run --on-loss)")
@@ -332,6 +334,15 @@ class Job:
         if not (self.state.is_done(label) or self.preempted):
             yield from self._until_effective(None, _Kind(label))
 
+    @property
+    def batch_counts(self) -> bool:
+        """Whether the samples of the present block count.
+
+        They do not on a rank that has none in this step, because fewer are left than there are ranks. It works on a
+        sample that counts on another rank, and its gradients are left out.
+        """
+        return not self._kind.num_parts or needed(self.state.sampler, "a batch").next_share > 0
+
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Run a block, which takes effect on all ranks or on none.
@@ -404,10 +415,7 @@ class Job:
             for batch in dealer.deal(batches_of(loader)):
                 cursor = dealer.cursor
                 while dealer.place_now == place and dealer.cursor == cursor and not self.preempted:
-                    if batch is NO_BATCH:
-                        self._take_part_without_batch(num_parts)
-                    else:
-                        yield from self._until_effective((dealer.part, batch), _Kind(num_parts=num_parts))
+                    yield from self._until_effective((dealer.part, batch), _Kind(num_parts=num_parts))
                 if dealer.place_now != place or self.preempted:
                     break
 
@@ -431,12 +439,6 @@ class Job:
                     return
         finally:
             self._is_in_loop = False
-
-    def _take_part_without_batch(self, num_parts: int) -> None:
-        """Run the block of a step in which this rank has no sample: its gradients count as zeros."""
-        self._kind = _Kind(num_parts=num_parts)
-        with self._block():
-            self._optimizers.step_as_others()
 
     def _end_without_step(self) -> None:
         """Vote at the end of a block without ``optimizer.step()``.

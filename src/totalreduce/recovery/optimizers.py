@@ -32,6 +32,7 @@ class _Guard:
 
     name: str
     waits_in_backward: bool
+    counts: Callable[[], bool]
     step_alone: Callable[[], None]
     wait: Callable[[str], None]
     before_step: Callable[[], None]
@@ -142,6 +143,7 @@ class Optimizers:
 
     def guard(
         self,
+        counts: Callable[[], bool],
         step_alone: Callable[[], None],
         before_wait: Callable[[str], None],
         before_step: Callable[[], None],
@@ -154,7 +156,7 @@ class Optimizers:
         """
         is_alone = len(self._all) == 1
         for name, each in self._all.items():
-            each.guard = _Guard(name, is_alone, step_alone, before_wait, before_step, before_commit)
+            each.guard = _Guard(name, is_alone, counts, step_alone, before_wait, before_step, before_commit)
 
     def release(self) -> None:
         """Have the optimizers call nothing any more."""
@@ -177,13 +179,6 @@ class Optimizers:
         """Drop all gradients, also of optimizers that the block has not stepped."""
         for each in self._all.values():
             each.zero_grad()
-
-    def step_as_others(self) -> bool:
-        """Take part in a block without data: step the optimizer that the others step; return whether they step one."""
-        name = next(iter(self._all)) if len(self._all) == 1 else self._settle(None)
-        if name is not None:
-            self._all[name].step()
-        return name is not None
 
     def settle(self, stepped: str | None) -> None:
         """End the rounds of all optimizers but the one that this block steps. Collective, once in each block.

@@ -10,7 +10,7 @@ from torch.utils.data import Sampler
 
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.recovery.dealing import NO_BATCH, Dealer, samples_of_step, share_of
+from totalreduce.recovery.dealing import Dealer, samples_of_step, share_of
 
 __all__ = ["ElasticSampler"]
 
@@ -28,7 +28,8 @@ class ElasticSampler(Dealer, Sampler[list[int]]):
     its share of them: ``batch_size`` samples. Samples that are left at the end of the epoch are dealt evenly over its
     last two steps, or over the last one, whose shares then have one sample more. So all ranks have the same number of
     steps, and a share of every step. (The exception: ranks have joined, and fewer samples are left than there are
-    ranks. Then ``job.batches`` takes part in the last step for the ranks without a sample.)
+    ranks. Then the ranks without a sample work on one of another rank in the last step, and their gradients do not
+    count; ``job.batch_counts`` tells.)
 
     ``job.step()`` advances ``cursor`` when a step has taken effect. So the samples of a step that is repeated, with
     other ranks or with the same, are dealt out again.
@@ -73,8 +74,8 @@ class ElasticSampler(Dealer, Sampler[list[int]]):
         rank, world_size = self.rank, self.world_size
         for cursor, total in self._steps():
             begin, num_mine = share_of(total, rank, world_size)
-            if num_mine:
-                yield order[cursor + begin : cursor + begin + num_mine].tolist()
+            first = cursor + (begin if num_mine else 0)
+            yield order[first : first + max(1, num_mine)].tolist()
 
     def __len__(self) -> int:
         """Return the number of steps of this epoch, which is the number of batches of this rank in it.
@@ -102,7 +103,7 @@ class ElasticSampler(Dealer, Sampler[list[int]]):
     def deal(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield this rank's batch of each step; see ``Dealer.deal``."""
         while self.next_total:
-            yield next(batches) if self.next_share else NO_BATCH
+            yield next(batches)
 
     def describe(self) -> str:
         """Return what must be equal on all ranks."""

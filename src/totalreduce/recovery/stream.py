@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.recovery.dealing import NO_BATCH, Dealer, samples_of_step, share_of
+from totalreduce.recovery.dealing import Dealer, samples_of_step, share_of
 
 __all__ = ["ElasticStream", "Seekable"]
 
@@ -132,9 +132,9 @@ class ElasticStream(Dealer, IterableDataset[Any]):
         worker = get_worker_info()
         own, num_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         data_worker._worker_info = None  # else data sets deal their samples out to the workers, a second time
-        for index, (total, left, samples) in enumerate(self._steps()):
+        for index, (total, left, share, samples) in enumerate(self._steps()):
             if index % num_workers == own:
-                yield _Dealt(total, left, len(samples), self._collate(samples) if samples else None)
+                yield _Dealt(total, left, share, self._collate(samples))
 
     def __len__(self) -> int:
         """Return the number of steps of this epoch, as ``tr.ElasticSampler`` does, if the data set has a length.
@@ -158,7 +158,7 @@ class ElasticStream(Dealer, IterableDataset[Any]):
         """Yield this rank's batch of each step; see ``Dealer.deal``."""
         for dealt in batches:
             self._total, self._left = dealt.total, dealt.left
-            yield dealt.batch if dealt.share else NO_BATCH
+            yield dealt.batch
         self._end()
 
     def describe(self) -> str:
@@ -197,8 +197,8 @@ class ElasticStream(Dealer, IterableDataset[Any]):
     def _left_after_step(self) -> int | None:
         return self._left
 
-    def _steps(self) -> Iterator[tuple[int, int | None, list[Any]]]:
-        """Yield of each step the samples of all ranks, those that are left, and this rank's samples themselves."""
+    def _steps(self) -> Iterator[tuple[int, int | None, int, list[Any]]]:
+        """Yield of each step the samples of all ranks, those left behind it, those of this rank, and its batch."""
         rank, world_size, cursor, total = self.rank, self.world_size, self.cursor, self._begun
         unread = self._from(self.epoch, cursor)
         num_ahead = 2 * self._batch_size * world_size
@@ -207,10 +207,10 @@ class ElasticStream(Dealer, IterableDataset[Any]):
             raise _shorter(self.epoch, cursor + len(ahead), cursor + total)
         while total := total or samples_of_step(len(ahead), self._batch_size, world_size, drop_last=self._drop_last):
             begin, num_mine = share_of(total, rank, world_size)
-            mine = ahead[begin : begin + num_mine]
+            mine = ahead[begin : begin + num_mine] or ahead[:1]
             ahead = ahead[total:]
             ahead += itertools.islice(unread, max(0, num_ahead - len(ahead)))
-            yield total, None if len(ahead) == num_ahead else len(ahead), mine
+            yield total, None if len(ahead) == num_ahead else len(ahead), num_mine, mine
             total = 0
 
     def _from(self, epoch: int, start: int) -> Iterator[Any]:
