@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -50,8 +51,12 @@ def make_job(
     fault: str | None = None,
     world_size: int | None = None,
     collectives: list[Collective] | None = None,
+    has_late_rank: bool = False,
 ) -> Job:
-    """Prepare a job. ``fault``: ``"crash"`` or ``"cut"``. By default several allreduces and one of everything else."""
+    """Prepare a job. ``fault``: ``"crash"`` or ``"cut"``. By default several allreduces and one of everything else.
+
+    ``has_late_rank``: one rank submits when the others have submitted everything; and there is four times as much.
+    """
     generator = random.Random(seed)
     size = world_size or generator.choice([1, 2, 3, 4, 5, 7, 8])
     config = EngineConfig(
@@ -72,12 +77,16 @@ def make_job(
     )
     job = Job(seed, cluster)
     chosen = collectives if collectives is not None else _collectives(generator, size)
+    late = generator.randrange(size) if has_late_rank else None
+    if has_late_rank:
+        for turn in range(3):
+            chosen += [replace(each, name=f"{each.name} {turn}") for each in _collectives(generator, size)]
     for collective in chosen:
         _expect(job, collective, size)
     for rank in range(size):
         mine = [collective for collective in chosen if rank in (collective.members or range(size))]
         for place, collective in enumerate(generator.sample(mine, len(mine))):
-            at_s = generator.random() * 0.01 + place * 1e-4
+            at_s = generator.random() * 0.01 + place * 1e-4 + (1.0 if rank == late else 0.0)
             tensors, submission = make_submission(collective, rank, size, at_s=at_s)
             job.tensors[rank, collective.name], job.submissions[rank, collective.name] = tensors, submission
             cluster.submit(rank, submission)
@@ -108,8 +117,24 @@ def run_job(job: Job) -> Job:
             assert submission.done_at_s <= max(limit_s, submission.at_s), where
     if not job.culprits:
         for rank in job.cluster.ranks:
-            assert rank.engine.table.num_active == rank.engine.reception.num_bodies == 0
+            engine = rank.engine
+            assert engine.table.num_active == engine.reception.num_bodies == len(engine.table.early.records) == 0
+            assert not engine._entries.waiting
+            assert not engine._rendezvous.asking
+        _check_allowances(job.cluster)
     return job
+
+
+def _check_allowances(cluster: SimulatedCluster) -> None:
+    """What each rank has used of its allowances was returned to it, or is due, but for answers that have not left."""
+    for source, target in itertools.permutations(cluster.ranks, 2):
+        sender, receiver, peer = source.engine, target.engine, target.engine.rank
+        for allowance, used in (
+            (receiver.table.early.allowance, sender._entries._used),
+            (receiver.reception.floating.allowance, sender._rendezvous._used),
+        ):
+            assert allowance.used(sender.rank) == 0
+            assert allowance.take_credit(sender.rank) == used.get(peer, 0)
 
 
 def _collectives(generator: random.Random, size: int) -> list[Collective]:

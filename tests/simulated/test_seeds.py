@@ -5,6 +5,8 @@ import time
 import pytest
 from jobs import ROOTED, make_job, run_job
 
+from totalreduce.engine import early
+from totalreduce.engine.entries import Entries
 from totalreduce.foundation.errors import PeerLost
 from totalreduce.foundation.types import Algorithm, OpKind
 from totalreduce.schedules import algorithms_of
@@ -22,6 +24,24 @@ def fault_of(seed: int) -> str | None:
 def test_random_jobs(block: int) -> None:
     for seed in range(25 * block, 25 * (block + 1)):
         run_job(make_job(seed, fault=fault_of(seed)))
+
+
+@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 40))])
+def test_random_jobs_in_which_a_rank_is_late(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are ahead of it by more operations than it keeps entries of, in other orders than its own."""
+    waited = []
+    end = Entries._end_if_empty
+
+    def count(entries: Entries, peer: int, waiting: object) -> None:
+        waited.append(peer)
+        end(entries, peer, waiting)
+
+    monkeypatch.setattr(Entries, "_end_if_empty", count)
+    for seed in range(5 * block, 5 * (block + 1)):
+        monkeypatch.setattr(early, "PEER_BYTES_MAX", (1 + seed % 5) * early.ENTRY_COST)
+        monkeypatch.setattr(early, "_HINTS_MAX", seed % 4)
+        run_job(make_job(seed, fault=fault_of(seed), has_late_rank=True))
+    assert len(waited) > 30
 
 
 @pytest.mark.parametrize("seed", range(8))

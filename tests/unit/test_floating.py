@@ -2,6 +2,7 @@
 
 import pytest
 
+from totalreduce.engine.allowance import Allowance
 from totalreduce.engine.floating import FloatingStore, floating_cost
 from totalreduce.foundation.errors import ProtocolError
 from totalreduce.foundation.header import Frame, Header
@@ -77,14 +78,13 @@ def test_empty_messages_cost_too() -> None:
 
 
 def test_credit_is_paid_in_portions() -> None:
-    store = FloatingStore(4000)
-    store.owe(0, 999)
-    assert not store.is_credit_due(0)
-    store.owe(0, 1)
-    assert store.is_credit_due(0)
-    assert store.take_credit(0) == 1000
-    assert not store.is_credit_due(0, flush=True)
-    store.owe(0, 7)
-    assert not store.is_credit_due(0)
-    assert store.is_credit_due(0, flush=True)
-    assert store.take_credit(0) == 7
+    allowance = Allowance(4000)
+    allowance.owe(0, 999)
+    assert not allowance.is_due(0)
+    allowance.owe(0, 1)
+    assert allowance.is_due(0)
+    assert allowance.take_credit(0) == 1000
+    assert allowance.take_credit(0) == 0
+    allowance.owe(0, 7)
+    assert not allowance.is_due(0)
+    assert allowance.take_credit(0) == 7

@@ -61,15 +61,26 @@ class AnyReceives:
 
     def first_sender(self, receive: AnyReceive) -> int | None:
         """Return the first candidate whose next message was announced, or ``None``."""
-        return next((p for p in receive.candidates if self._is_announced(p, self._next_key(receive, p))), None)
+        return next((p for p in receive.candidates if self._is_announced(p, self.next_key(receive, p))), None)
 
-    def take(self, peer: int, key: _Key) -> AnyReceive | None:
-        """Take out the oldest receive whose next message from ``peer`` is ``key``, if that was announced."""
-        if self._waiting and self._is_announced(peer, key):
+    def take(self, peer: int, key: _Key, *, is_announced: bool = False) -> AnyReceive | None:
+        """Take out the oldest receive whose next message from ``peer`` is ``key``, if that was announced.
+
+        ``is_announced``: whether the peer has just said that it has submitted the message.
+        """
+        is_announced = is_announced and peer not in self._departed
+        if self._waiting and (is_announced or self._is_announced(peer, key)):
             for receive in self._waiting:
-                if peer in receive.candidates and key == self._next_key(receive, peer):
+                if peer in receive.candidates and key == self.next_key(receive, peer):
                     self._waiting.remove(receive)
                     return receive
+        return None
+
+    def name_of(self, peer: int, key: _Key) -> str | None:
+        """Return the name of message ``key`` of ``peer`` if a receive waits for it, else ``None``."""
+        for receive in self._waiting:
+            if peer in receive.candidates and key == self.next_key(receive, peer):
+                return receive.candidates[peer]
         return None
 
     def take_all(self, condition: Callable[[AnyReceive], bool] = lambda _: True) -> list[AnyReceive]:
@@ -85,6 +96,7 @@ class AnyReceives:
         news = self._early.of(key)
         return peer not in self._departed and (bool(news.requested) or bool(news.described))
 
-    def _next_key(self, receive: AnyReceive, peer: int) -> _Key:
+    def next_key(self, receive: AnyReceive, peer: int) -> _Key:
+        """Return the key of the next message of a candidate."""
         record = self._names.record(receive.scope, receive.candidates[peer])
         return record.op_id, record.next_iteration

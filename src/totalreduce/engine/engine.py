@@ -22,7 +22,7 @@ in this table are those of the Total Reduce paper:
 ``planner``            the schedule and the layout of each operation
 ``outbox``             the messages that wait to be sent, in the order in which they are sent (*payload_pick_ready*)
 ``rendezvous``         decides which messages may be sent while it is not known whether their receiver has submitted
-                       the operation
+                       the operation; ``entries`` does so for control frames
 ``reception``          the memory for received bodies; ``floating`` keeps messages that arrive before their operation is
                        submitted, and ``scratch`` lends temporary buffers
 ``carrier``            optional: carries operations out in shared memory instead of by messages (``fastlane``)
@@ -79,7 +79,8 @@ from totalreduce.engine.control import (
     decode_mismatch,
 )
 from totalreduce.engine.counters import Counters
-from totalreduce.engine.early import NO_FRAMES, EarlyRecord
+from totalreduce.engine.early import NO_FRAMES, EarlyRecord, entry_cost
+from totalreduce.engine.entries import Entries
 from totalreduce.engine.floating import FloatingMessage
 from totalreduce.engine.layout import OperationLayout
 from totalreduce.engine.members import Members
@@ -160,6 +161,7 @@ class Engine:
             rank, hosts if hosts is not None else range(world_size), table.names, config, shared_memory=shared_memory
         )
         self.outbox = outbox = Outbox(config, epoch)
+        self._entries = entries = Entries(outbox, table.early.allowance.share)
         self.members = members = Members(rank, world_size, outbox)
         self.reception = Reception(config, share, counters)
         self.computations = ComputationList()
@@ -167,9 +169,9 @@ class Engine:
         self.channels.on_forgotten = self.reception.forget_bodies
         self.reports = Reports(counters, self.observers)
         floating = self.reception.floating
-        self.relaying = Relaying(config, outbox, self.reception, counters)
-        self._rendezvous = Rendezvous(config, share, table, floating, outbox, counters)
-        self._signatures = signatures = SignatureExchange(rank, table, outbox, members, counters)
+        self.relaying = Relaying(config, outbox, entries, self.reception, counters)
+        self._rendezvous = Rendezvous(config, table, floating, outbox, entries, counters)
+        self._signatures = signatures = SignatureExchange(rank, table, entries, members, counters)
         self._any_receives = AnyReceives(table.names, table.early, floating, members.departed)
         self.stalls = StallWatch(rank, config.stall_warning_s, table, outbox, members, signatures, self.reports)
 
@@ -209,7 +211,7 @@ class Engine:
         if signature.kind not in ENDS_EARLY:
             for peer, reason in members.departed.items():
                 if peer in ranks:
-                    members.tell_of_loss(LossNotice(peer, reason), ranks, key)
+                    self._tell_of_departure(LossNotice(peer, reason), ranks, key, None)
                     # The other ranks have submitted this operation, or will, and count an iteration. It is counted here
                     # although it failed, so that the next operation of this name has the same key on all ranks.
                     record.next_iteration = following(key[1])
@@ -228,7 +230,7 @@ class Engine:
             self._end(operation, now, early.failure)
         else:
             is_new = early is NO_FRAMES and not members.departed and key not in self.reception.floating
-            if is_new and self.carrier is not None:
+            if is_new and self.carrier is not None and not self._rendezvous.is_asked(ranks):
                 operation.carriage = self.carrier.offer(operation)
             if operation.carriage is None:
                 self._start(operation, record, early, now)
@@ -261,6 +263,7 @@ class Engine:
             record.layout is not layout
             or (table.active and (op_id, preceding(key[1])) in table.active)
             or key in table.early.records
+            or self._rendezvous.is_asked(layout.ranks)
             or (floating.total_bytes and key in floating)
         ):
             return None
@@ -362,6 +365,8 @@ class Engine:
             peer = next(iter(receive.candidates))
             raise PeerLost(peer, departed[peer])
         self._any_receives.add(receive)
+        for peer in self._rendezvous.asking.intersection(receive.candidates):
+            self._ask_sender(peer, self._any_receives.next_key(receive, peer))
 
     def close(self, now: float, *, tell: Collection[int], reason: str = "") -> None:
         """Fail all pending operations, receives and channels, refuse later submissions, and send GOODBYE frames.
@@ -585,8 +590,7 @@ class Engine:
         members.lost = PeerLost(peer, reason)
         self.outbox.drop_streams()
         if first_hand:
-            others = [other for other in members.everybody if other != peer]
-            members.tell_of_loss(LossNotice.of(members.lost), others)
+            members.tell_of_loss(LossNotice.of(members.lost))
         for operation in self.table.select():
             self._end(operation, now, PeerLost(peer, reason))
         for receive in self._any_receives.take_all():
@@ -600,6 +604,7 @@ class Engine:
         The channels are notified of the departure.
         """
         self.members.depart(peer, reason)
+        self._rendezvous.forget(peer)
         for operation in self.table.select():
             self._fail_if_needed(operation, peer, now)
         # A rank sends DESCRIBE only if its signature differs from the one that it described last under the name. So a
@@ -666,17 +671,14 @@ class Engine:
     def _start(self, operation: Operation, record: NameRecord, early: EarlyRecord, now: float) -> None:
         """Queue the first messages of an operation, and give it those that have arrived."""
         operation.begin_lanes()
+        others = None
         if self.carrier is not None and self.carrier.may_take(operation):
             # A peer may have given this operation to its carrier. The peer takes the operation back when a message
             # about it arrives from this rank. In some schedules this rank must receive before it sends, and both ranks
             # would wait for ever. Therefore this rank sends POSTED to every rank of the operation.
-            for peer in operation.ranks:
-                if peer != self.rank and peer not in self.members.departed:
-                    self.outbox.control(peer, Frame.POSTED, key=operation.key)
+            others = self.members.others(operation.ranks)
+        self._rendezvous.submitted(operation, early, others)
         self._signatures.submitted(operation, record)
-        self._rendezvous.submitted(operation, early)
-        if early.urgent:
-            self.promote(operation, now)
         for peer, theirs in early.described.items():
             self._check_signature(operation, peer, theirs, now)
         self._claim_floating(operation, now)
@@ -745,6 +747,7 @@ class Engine:
             self._signatures.ended_well(operation)
         else:
             self.outbox.discard(operation)
+            self._rendezvous.discard(operation)
             self.computations.discard(operation)
             self.reception.abandon(operation)
         for observer in self.observers:
@@ -759,8 +762,16 @@ class Engine:
             departed = self.members.departed
             first = next(other for other in departed if self._needs(operation, other))
             notice = LossNotice(first, departed[first])
-            self.members.tell_of_loss(notice, operation.ranks, operation.key)
+            self._tell_of_departure(notice, operation.ranks, operation.key, operation)
             self._end(operation, now, PeerLost(*notice))
+
+    def _tell_of_departure(
+        self, notice: LossNotice, ranks: Sequence[int], key: _Key, operation: Operation | None
+    ) -> None:
+        """Tell the ranks of an operation that it fails, because a rank has departed."""
+        body = notice.encode()
+        for other in self.members.others(ranks):
+            self._entries.tell(other, Frame.LOST, key, operation, body=body)
 
     def _needs(self, operation: Operation, peer: int) -> bool:
         if operation.carriage is None:
@@ -784,8 +795,6 @@ class Engine:
             self._signatures.compare_past(peer, key, header.signature)
             return self.reception.sink(peer, header)
         delivery = self.reception.float(peer, header, lease)
-        if header.flags & Flag.URGENT:
-            self.table.early.note_urgent(peer, key)
         for observer in self.observers:
             name = self._signatures.name_of(header.operation)
             observer.floating(name, header.iteration, now, peer=peer, num_bytes=header.body_bytes)
@@ -805,7 +814,9 @@ class Engine:
                 self.reception.drop([message])
                 self.peer_lost(message.peer, f"protocol violation: {error}", now)
                 continue
-            operation.posted_by.add(message.peer)
+            if message.header.flags & Flag.URGENT:
+                self.promote(operation, now)
+            self._rendezvous.posted(operation, message.peer)
             if operation.state is State.WAITING:
                 self._first_byte(operation, now)
             if message.complete:  # otherwise ``_floating_delivered`` assigns it when the rest of the body has arrived
@@ -858,6 +869,12 @@ class Engine:
         key = (header.operation, header.iteration)
         if header.frame in _SENT_WITHOUT_CARRIER and key in self.table.active:
             self.take_back(self.table.active[key], now)
+        if header.flags & Flag.EAGER:  # the peer has used its allowance of entries
+            cost = entry_cost(header.frame, header.body_bytes)
+            if self.table.was_submitted(key):
+                self.table.early.allowance.owe(peer, cost)
+            else:
+                self.table.early.enter(peer, key, cost)
         match header.frame:
             case Frame.POSTED:
                 self._rendezvous.on_posted(peer, key)
@@ -865,7 +882,7 @@ class Engine:
                 if self._rendezvous.on_request(peer, key, ended=self._signatures.has_ended):
                     self._match_any_receives(peer, key, now)
             case Frame.CREDIT:
-                self._rendezvous.on_credit(peer, header.operation)
+                self._rendezvous.on_credit(peer, header.operation, header.iteration)
             case Frame.DESCRIBE:
                 error = self._signatures.described(peer, key, header.signature, Description.decode(body, peer))
                 if error is not None:
@@ -887,7 +904,10 @@ class Engine:
             case Frame.STATUS_REQUEST:
                 self.stalls.on_request(peer, key, StatusRequest.decode(body, peer), now)
             case Frame.STATUS_REPLY:
-                self.stalls.on_reply(peer, key, StatusReply.decode(body, peer))
+                reply = StatusReply.decode(body, peer)
+                self.stalls.on_reply(peer, key, reply)
+                if reply.submitted:
+                    self._match_any_receives(peer, key, now, is_announced=True)
             case Frame.CHANNEL:
                 self.outbox.check_reads(peer)
                 self.channels.arrived(peer, header.operation, body, last=bool(header.step), now=now)
@@ -906,21 +926,32 @@ class Engine:
         operation = self.table.active.get(key)
         if operation is not None:
             self._end(operation, now, error)
-        elif not self.table.was_submitted(key):
+        elif not self.table.was_submitted(key) and self.table.early.note_failure(peer, key, error):
             self.reception.drop(self.reception.floating.claim(key))
-            self.table.early.note_failure(peer, key, error)
 
     # -------------------------------------------------------------------------------------- receives from any rank
 
-    def _match_any_receives(self, peer: int, key: _Key, now: float) -> None:
+    def _match_any_receives(self, peer: int, key: _Key, now: float, *, is_announced: bool = False) -> None:
         """Match a peer's message of operation ``key``, and of the next iterations, with waiting ``AnyReceive`` objects.
 
         Each receive that gets a message is submitted as an operation. Only messages that have begun to arrive, or
-        that a control frame has announced, are matched.
+        that a control frame has announced, are matched. ``is_announced``: the peer has said that it has submitted it.
         """
-        while (receive := self._any_receives.take(peer, key)) is not None:
+        while (receive := self._any_receives.take(peer, key, is_announced=is_announced)) is not None:
             self._become(receive, peer, now)
-            key = (key[0], following(key[1]))
+            key, is_announced = (key[0], following(key[1])), False
+        if peer in self._rendezvous.asking:
+            self._ask_sender(peer, key)
+
+    def _ask_sender(self, peer: int, key: _Key) -> None:
+        """Ask a peer whether it has submitted message ``key``, if an ``AnyReceive`` waits for it.
+
+        This rank keeps no announcements of a peer that is asking (``entries``). If the peer submits the message later,
+        its announcement comes then.
+        """
+        name = self._any_receives.name_of(peer, key)
+        if name is not None:
+            self.outbox.control(peer, Frame.STATUS_REQUEST, key=key, body=StatusRequest(name, 0.0).encode())
 
     def _become(self, receive: AnyReceive, peer: int, now: float) -> None:
         submission = Submission(

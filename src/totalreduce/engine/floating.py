@@ -1,15 +1,14 @@
 """Floating messages: messages that arrived before their operation was submitted here. Submission claims them.
 
-The store is bounded. Every peer has the same share of ``floating_bytes_max``. A sender counts the messages that it sent
-with the flag EAGER and the allowance that came back (CREDIT). So a correct peer never exceeds its share, and a
-peer that does is refused before memory is taken.
+The store is bounded. Every peer has the same share of ``floating_bytes_max`` (``allowance``). A peer that exceeds it is
+refused before memory is taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
+from totalreduce.engine.allowance import Allowance
 from totalreduce.foundation.errors import ProtocolError
 from totalreduce.foundation.header import Header
 from totalreduce.transports.base import Lease
@@ -58,18 +57,15 @@ class FloatingStore:
     """All floating messages of one rank, by operation key and peer, within their bounds.
 
     Attributes:
-        on_credit: Called with a peer when allowance of the peer has become free.
+        allowance: The messages of the peers, in bytes.
         total_bytes: The bytes that all messages take.
         peak_bytes: The largest value of ``total_bytes`` so far.
     """
 
     def __init__(self, share_bytes: int) -> None:
         """``share_bytes``: the bytes that each peer may have floating here."""
-        self._share_bytes = share_bytes
-        self.on_credit: Callable[[int], None] = lambda _: None
+        self.allowance = Allowance(share_bytes)
         self._messages: dict[tuple[int, int], list[FloatingMessage]] = {}
-        self._held: dict[int, int] = {}
-        self._owed: dict[int, int] = {}
         self.total_bytes = 0
         self._num_held = 0
         self.peak_bytes = 0
@@ -90,12 +86,13 @@ class FloatingStore:
             ProtocolError: The peer has more floating here than its share.
         """
         cost = floating_cost(header.body_bytes)
-        held = self._held.get(peer, 0) + cost
-        if held > self._share_bytes:
-            raise ProtocolError(f"rank {peer} would have {held} floating bytes here; its share is {self._share_bytes}")
+        if not self.allowance.take(peer, cost):
+            raise ProtocolError(
+                f"rank {peer} would have {self.allowance.used(peer) + cost} floating bytes here; its share is "
+                f"{self.allowance.share}"
+            )
         body = memoryview(bytearray(header.body_bytes)) if lease is None else lease.body
         message = FloatingMessage(self, peer, header, body, cost, lease=lease)
-        self._held[peer] = held
         self.total_bytes += cost
         self._num_held += 1
         self.peak_bytes = max(self.peak_bytes, self.total_bytes)
@@ -114,21 +111,6 @@ class FloatingStore:
         """Count the memory of a message as free, and owe its sender the allowance."""
         if message.lease is not None:
             message.lease.release()
-        self._held[message.peer] -= message.cost
         self.total_bytes -= message.cost
         self._num_held -= 1
-        self.owe(message.peer, message.cost)
-
-    def owe(self, peer: int, cost: int) -> None:
-        """Note that allowance of a peer is free again, and has not been returned to it."""
-        self._owed[peer] = self._owed.get(peer, 0) + cost
-        self.on_credit(peer)
-
-    def is_credit_due(self, peer: int, *, flush: bool = False) -> bool:
-        """Return whether allowance is to be returned now: a quarter of the share, or any amount if ``flush`` is set."""
-        owed = self._owed.get(peer, 0)
-        return owed >= self._share_bytes // 4 if not flush else owed > 0
-
-    def take_credit(self, peer: int) -> int:
-        """Return the allowance that is owed to a peer. The caller returns it to the peer."""
-        return self._owed.pop(peer, 0)
+        self.allowance.free(message.peer, message.cost)

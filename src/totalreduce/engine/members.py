@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
 from totalreduce.engine.control import LossNotice
-from totalreduce.engine.outbox import NO_KEY, Outbox
+from totalreduce.engine.outbox import Outbox
 from totalreduce.foundation.errors import GroupClosed, PeerLost
 from totalreduce.foundation.header import Frame
 
@@ -91,12 +91,13 @@ class Members:
             self._reported[peer] = now + _LAST_MESSAGES_S
         return [peer for peer, until in self._reported.items() if now >= until]
 
-    def tell_of_loss(self, notice: LossNotice, ranks: Sequence[int], key: tuple[int, int] = NO_KEY) -> None:
-        """Tell ranks that a rank is lost: to one operation, if there is a key, else to the group.
+    def others(self, ranks: Sequence[int]) -> list[int]:
+        """Return these ranks without this rank and without those that have departed."""
+        return [rank for rank in ranks if rank != self._rank and rank not in self.departed]
 
-        This rank and ranks that have left are passed over.
-        """
+    def tell_of_loss(self, notice: LossNotice) -> None:
+        """Tell the other ranks that a rank is lost to the group."""
         body = notice.encode()
-        for other in ranks:
-            if other != self._rank and other not in self.departed:
-                self._outbox.control(other, Frame.LOST, key=key, body=body)
+        for other in self.others(self.everybody):
+            if other != notice.rank:
+                self._outbox.control(other, Frame.LOST, body=body)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -47,6 +48,9 @@ _NEXT_STATES: Final[tuple[tuple[State, ...], ...]] = (
     (State.FAILED,),
     (),
 )
+
+#: The peers of an operation of which none has an entry.
+_NOWHERE: Final[AbstractSet[int]] = frozenset()
 
 
 class BodyMemory(Protocol):
@@ -164,10 +168,11 @@ class Operation:
         promoted: Whether a caller is blocked on it, here or on a peer.
         posted_by: Peers known to have submitted it.
         eager_sent: By peer: bytes that were sent before the peer was known to have submitted the operation.
+        has_entry_at: Peers that have an entry of the operation for this rank (``entries``).
         unsent: Messages that are queued or on their way out. The operation ends only when none is left.
         computing: The number of additions that are being carried out at this moment.
         queued: By peer: queued messages, so that promotion can give them a better position.
-        held: By peer: messages that wait until the peer has submitted the operation.
+        held: By peer that was asked to say when it has submitted the operation: messages that wait until then.
         error: The error with which it failed.
     """
 
@@ -179,6 +184,7 @@ class Operation:
         "described",
         "eager_sent",
         "error",
+        "has_entry_at",
         "held",
         "key",
         "lanes",
@@ -227,6 +233,7 @@ class Operation:
         self.state = State.WAITING
         self.posted_by: set[int] = set()
         self.eager_sent: dict[int, int] = {}
+        self.has_entry_at: AbstractSet[int] = _NOWHERE
         self.queued: dict[int, list[Any]] = {}
         self.held: dict[int, list[Any]] = {}
         self.error: BaseException | None = None
@@ -270,7 +277,9 @@ class Operation:
             self.messages_received = self.relayed.num_received()
         total = len(self.program.receives) * len(self.lanes)
         text = f"{self.messages_received} of {total} messages received"
-        held = self.held if self.relayed is None else self.relayed.held_back
+        held = [peer for peer, messages in self.held.items() if messages]
+        if self.relayed is not None:
+            held += self.relayed.held_back
         if held:
             text += f", holding messages for rank(s) {', '.join(map(str, sorted(held)))}"
         return text
@@ -287,7 +296,7 @@ class Operation:
         if self.relayed is not None:
             half_way_out = any(message.taken and not message.sent for message in self.queued.get(peer, ()))
             return half_way_out or self.relayed.needs(peer)
-        if peer in self.held:
+        if self.held.get(peer):
             return True
         if any(not (message.sent if unreachable else message.taken) for message in self.queued.get(peer, ())):
             return True

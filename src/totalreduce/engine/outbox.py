@@ -8,15 +8,15 @@ Preemption needs nothing else: an operation that becomes urgent while a segment 
 starvation, the oldest message leaves after ``starvation_limit`` messages that have overtaken it (oneCCL does the same
 every 4,096 polls).
 
-The number of control frames follows from what this rank does itself. Answers and messages in channels are what a peer
-can make this rank queue, so their number is bounded: a peer that does not read them is refused.
+The number of control frames follows from what this rank does itself, and so does that of most answers. Replies about
+the status of operations and messages in channels are what a peer can make this rank queue, so their number is bounded.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -32,7 +32,7 @@ __all__ = ["BODY_BYTES", "NO_KEY", "PIECE_BYTES", "Outbox", "OutgoingMessage", "
 
 #: The key of control frames that are about no operation.
 NO_KEY = (0, 0)
-#: Answers that wait for a peer to read them, at most: each takes some 250 bytes until it leaves.
+#: At so many answers that wait for a peer, no STATUS_REPLY is added: each takes some 250 bytes until it leaves.
 _ANSWERS_MAX = 65_536
 #: Frames of channel messages that may wait for a peer that goes on sending channel messages (at most 16 MiB).
 _CHANNEL_FRAMES_MAX = 1024
@@ -234,7 +234,7 @@ class Outbox:
         self._channel_frames: dict[int, int] = {}  #: By peer: how many of its control frames carry channel messages.
         self._streams: dict[int, deque[OutgoingMessage]] = {}  #: By peer: channel messages that have bodies.
         self._gives_way: set[int] = set()  #: Peers for which it is the turn of a data message, not of a body.
-        self._answers: dict[int, dict[tuple[Frame, _Key], None]] = {}
+        self._answers: dict[int, OrderedDict[tuple[Frame, _Key], None]] = {}
         self.bulk_peers: frozenset[int] = frozenset()
         self.queues: dict[int, SendQueue] = {}
         self.bulk_queues: dict[int, SendQueue] = {}
@@ -251,9 +251,10 @@ class Outbox:
         body: bytes = b"",
         signature: bytes = bytes(24),
         step: int = 0,
+        flags: int = Flag.NONE,
     ) -> None:
         """Queue a control frame."""
-        self._controls.setdefault(peer, deque()).append(self._frame(peer, frame, key, body, signature, step))
+        self._controls.setdefault(peer, deque()).append(self._frame(peer, frame, key, body, signature, step, flags))
         self.control_waits.add(peer)
         self.ready.add(peer)
 
@@ -329,14 +330,13 @@ class Outbox:
     def answer(self, peer: int, frame: Frame, key: _Key) -> None:
         """Queue an answer to a frame of the peer. Equal answers leave once, and are written when they leave.
 
-        Raises:
-            ProtocolError: The peer does not read its answers. An answer about no operation is queued in any case: it
-                may be due when no frame of the peer is being handled, and there is one for each kind of frame.
+        A peer may ask for the status of any operation. If too many answers wait for it, such a question is forgotten.
+        Other answers are about operations that were submitted here, or about none.
         """
-        answers = self._answers.setdefault(peer, {})
+        answers = self._answers.setdefault(peer, OrderedDict())
+        if frame is Frame.STATUS_REPLY and len(answers) >= _ANSWERS_MAX:
+            return
         answers[frame, key] = None
-        if len(answers) > _ANSWERS_MAX and key != NO_KEY:
-            raise ProtocolError(f"rank {peer} has asked for more than {_ANSWERS_MAX} answers and reads none of them")
         self.control_waits.add(peer)
         self.ready.add(peer)
 
@@ -400,7 +400,6 @@ class Outbox:
             queue = self._queue(peer, operation)
             for message in messages:
                 queue.discard(message)
-        operation.held.clear()
 
     def data_message(self, queued: QueuedMessage, flags: int) -> OutgoingMessage:
         """Return a data message as it leaves now, with these flags in its header."""
@@ -433,15 +432,20 @@ class Outbox:
         return operation.layout.is_bulk and peer in self.bulk_peers
 
     def _next_answer(self, peer: int) -> OutgoingMessage:
-        answers = self._answers[peer]
-        frame, key = next(iter(answers))
-        del answers[frame, key]
+        (frame, key), _ = self._answers[peer].popitem(last=False)
         writer = self.writers.get(frame)
         key, body = writer(peer, key) if writer is not None else (key, b"")
         return self._frame(peer, frame, key, body)
 
     def _frame(
-        self, peer: int, frame: Frame, key: _Key, body: bytes | memoryview, signature: bytes = bytes(24), step: int = 0
+        self,
+        peer: int,
+        frame: Frame,
+        key: _Key,
+        body: bytes | memoryview,
+        signature: bytes = bytes(24),
+        step: int = 0,
+        flags: int = Flag.NONE,
     ) -> OutgoingMessage:
-        header = Header(frame, self.epoch, key[0], key[1], step=step, body_bytes=len(body), signature=signature)
+        header = Header(frame, self.epoch, *key, step=step, flags=flags, body_bytes=len(body), signature=signature)
         return OutgoingMessage(peer, header.pack(), memoryview(body) if body else None)

@@ -122,7 +122,7 @@ class Reception:
         self._counters.dropped_messages += 1
         self._counters.dropped_bytes += header.body_bytes
         if of_this_epoch and header.flags & Flag.EAGER and header.frame is Frame.DATA:
-            self.floating.owe(peer, floating_cost(header.body_bytes))
+            self.floating.allowance.owe(peer, floating_cost(header.body_bytes))
         return self._begin(Delivery(peer, header, memoryview(bytearray(header.body_bytes))))
 
     def empty(self, peer: int, header: Header) -> Delivery:
@@ -155,7 +155,7 @@ class Reception:
             ProtocolError: The schedule of the operation has no such message here.
         """
         if header.flags & Flag.EAGER:
-            self.floating.owe(peer, floating_cost(header.body_bytes))
+            self.floating.allowance.owe(peer, floating_cost(header.body_bytes))
         lane, index, action, region = self.find_receive(operation, peer, header)
         is_next = lane.position == index
         if action.mode is Mode.REPLACE and (is_next or action.anytime):

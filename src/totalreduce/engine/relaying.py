@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 from totalreduce.engine.counters import Counters
+from totalreduce.engine.entries import Entries
 from totalreduce.engine.floating import floating_cost
 from totalreduce.engine.operation import Operation, RelayedOperation
 from totalreduce.engine.outbox import Outbox
@@ -116,12 +117,14 @@ class Relaying:
         candidates: Operations that may be handed over, and whether messages of the engine have begun them.
     """
 
-    __slots__ = ("_config", "_counters", "_outbox", "_reception", "_unasked", "candidates", "relay")
+    __slots__ = ("_config", "_counters", "_entries", "_outbox", "_reception", "_unasked", "candidates", "relay")
 
-    def __init__(self, config: EngineConfig, outbox: Outbox, reception: Reception, counters: Counters) -> None:
+    def __init__(
+        self, config: EngineConfig, outbox: Outbox, entries: Entries, reception: Reception, counters: Counters
+    ) -> None:
         """Begin without a relay."""
         self._config = config
-        self._outbox, self._reception, self._counters = outbox, reception, counters
+        self._outbox, self._entries, self._reception, self._counters = outbox, entries, reception, counters
         self.relay: Relay | None = None
         self.candidates: dict[Operation, bool] = {}
         #: Keys of operations that were handed over before all peers were known to have submitted them, oldest first.
@@ -191,7 +194,9 @@ class Relaying:
 
     def _hand_over(self, operation: Operation, plan: RelayPlan, *, is_begun: bool) -> bool:
         assert self.relay is not None
-        if operation.held or operation.computing or (is_begun and not plan.targets <= operation.posted_by):
+        if any(operation.held.values()) or operation.computing:
+            return False
+        if is_begun and not plan.targets <= operation.posted_by:
             return False
         if not self.relay.may_take(plan):
             return False
@@ -241,7 +246,7 @@ class Relaying:
         for operation in due:
             assert operation.relayed is not None
             for peer in operation.relayed.held_back:
-                self._outbox.control(peer, Frame.REQUEST, key=operation.key)
+                self._entries.tell(peer, Frame.REQUEST, operation.key, operation)
 
     def count(self, peer: int, traffic: RelayedTraffic) -> None:
         """Count what the relay has exchanged with a peer."""
@@ -254,7 +259,7 @@ class Relaying:
         counters.messages_received += traffic.messages_in
         if traffic.eager_in:
             overhead = traffic.eager_in * floating_cost(0)
-            self._reception.floating.owe(peer, traffic.eager_bytes_in + overhead)
+            self._reception.floating.allowance.owe(peer, traffic.eager_bytes_in + overhead)
 
     def arriving(self) -> set[int]:
         """Return the peers of which a message is arriving through the relay."""

@@ -17,11 +17,11 @@ from collections.abc import Iterable
 from totalreduce.engine.control import Description, encode_mismatch
 from totalreduce.engine.counters import Counters
 from totalreduce.engine.early import ENTRY_COST, BoundedTable
+from totalreduce.engine.entries import Entries
 from totalreduce.engine.layout import Expectation
 from totalreduce.engine.members import Members
 from totalreduce.engine.names import NameRecord
 from totalreduce.engine.operation import Operation
-from totalreduce.engine.outbox import Outbox
 from totalreduce.engine.table import OperationTable
 from totalreduce.foundation.errors import MismatchError
 from totalreduce.foundation.header import Frame, unpack_schedule, unpack_signature
@@ -48,19 +48,19 @@ _Key = tuple[int, int]
 class SignatureExchange:
     """What this rank and its peers have said of the signatures of operations."""
 
-    __slots__ = ("_counters", "_descriptions", "_ended", "_members", "_names", "_outbox", "_rank", "_table")
+    __slots__ = ("_counters", "_descriptions", "_ended", "_entries", "_members", "_names", "_rank", "_table")
 
     def __init__(
         self,
         rank: int,
         table: OperationTable,
-        outbox: Outbox,
+        entries: Entries,
         members: Members,
         counters: Counters,
     ) -> None:
         """Begin without knowledge of the peers."""
         self._rank, self._table = rank, table
-        self._outbox, self._members, self._counters = outbox, members, counters
+        self._entries, self._members, self._counters = entries, members, counters
         #: Operations that have ended here well; other ranks may still submit them with another signature.
         self._ended: BoundedTable[_Key, Expectation] = BoundedTable(_ENDED_MAX)
         #: Names that peers have told, by operation id.
@@ -113,8 +113,8 @@ class SignatureExchange:
                 continue
             record.known_to.add(peer)
             body = Description(record.name, layout.describe_to(peer)).encode()
-            self._outbox.control(
-                peer, Frame.DESCRIBE, key=operation.key, body=body, signature=layout.signature_to(peer)
+            self._entries.tell(
+                peer, Frame.DESCRIBE, operation.key, operation, body=body, signature=layout.signature_to(peer)
             )
 
     # ----------------------------------------------------------------------------------------------------- comparing
@@ -186,10 +186,9 @@ class SignatureExchange:
             else:
                 value = f"{value}, of another shape"
         error = MismatchError(name, (self._rank, peer), (mine, value))
-        body = encode_mismatch(error)
         self._counters.mismatches += 1
-        for other in expected.ranks:
-            if other != self._rank and other not in self._members.departed:
-                self._outbox.control(other, Frame.MISMATCH, key=key, body=body)
+        body, operation = encode_mismatch(error), self._table.active.get(key)
+        for other in self._members.others(expected.ranks):
+            self._entries.tell(other, Frame.MISMATCH, key, operation, body=body)
         self.distrust(key)
         return error

@@ -66,7 +66,7 @@ class Frame(enum.IntEnum):
 
     DATA = 1
     POSTED = 2  # "I have submitted this operation: send all of it"
-    CREDIT = 3  # "so many floating bytes of yours have found their operation"
+    CREDIT = 3  # "so many floating bytes of yours have found their operation, and so many bytes of entries"
     MISMATCH = 4  # "two ranks disagree about this operation"
     LOST = 5  # "this rank is lost"
     STATUS_REQUEST = 6  # "have you submitted this operation?"
@@ -74,7 +74,7 @@ class Frame(enum.IntEnum):
     HEARTBEAT = 8  # of transports that poll; over TCP a heartbeat is one byte (``transports.connection.BEAT``)
     GOODBYE = 9  # "I close the group in good order"
     DESCRIBE = 10  # "this operation id is called so, and this is what I submit under it"
-    REQUEST = 11  # "I hold messages of this operation: say when you have submitted it"
+    REQUEST = 11  # "I hold messages of this operation: say when you have submitted it" (engine.entries says more)
     CHANNEL = 12  # a message of a protocol beside the engine; step 1: its last piece
     CHANNEL_BODY = 13  # a part of the bodies that follow such a message, for memory that its receiver knows
 
@@ -83,7 +83,7 @@ class Flag:
     """Bits of the flags byte; plain integers, because an ``IntFlag`` costs microseconds per message."""
 
     NONE: Final = 0
-    EAGER: Final = 1  # sent before the receiver's permission; counts against the sender's allowance
+    EAGER: Final = 1  # sent before the receiver's permission; counts against an allowance of the sender
     URGENT: Final = 2  # a caller waits for this operation; promotes it on the receiver too
 
 
