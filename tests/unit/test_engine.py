@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from rack import BARRIER, SMALL, Rack, allreduce, broadcast, drain, values_of
 
+from totalreduce.engine.floating import floating_cost
 from totalreduce.foundation.errors import ConfigurationError, GroupClosed, PeerLost
 from totalreduce.foundation.header import Flag, Frame
 from totalreduce.foundation.types import Algorithm, OpKind, ReduceOp, operation_id
@@ -55,12 +56,12 @@ def test_what_comes_before_its_operation_floats_and_is_claimed() -> None:
     rack.run()
     engine = rack.engines[1]
     assert engine.counters.floating_messages == len(engine.reception.floating) == 2  # two lanes
-    assert engine.reception.floating.total_bytes == 2 * (16 + 768)
+    assert engine.reception.floating.total_bytes == 2 * floating_cost(16)
     late = rack.submit(1, "w", [2.0] * 8)
     rack.run()
     assert values_of(late) == [3.0] * 8
     assert engine.reception.floating.total_bytes == 0
-    assert engine.reception.floating.peak_bytes == 2 * (16 + 768)
+    assert engine.reception.floating.peak_bytes == 2 * floating_cost(16)
 
 
 def test_an_operation_whose_floating_body_is_still_arriving() -> None:

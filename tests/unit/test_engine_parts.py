@@ -16,7 +16,7 @@ from totalreduce.engine.counters import Counters
 from totalreduce.engine.early import EarlyFrames
 from totalreduce.engine.engine import Engine
 from totalreduce.engine.entries import Entries
-from totalreduce.engine.floating import FloatingStore
+from totalreduce.engine.floating import FloatingStore, floating_cost
 from totalreduce.engine.members import Members
 from totalreduce.engine.names import NameTable
 from totalreduce.engine.operation import Operation, State
@@ -292,11 +292,11 @@ def test_channel_messages_that_are_never_read_are_bounded() -> None:
 
 
 def test_a_message_leaves_eagerly_is_held_and_leaves_when_posted() -> None:
-    parts = Parts(share=1000)
+    parts = Parts(share=1200)
     first, second = parts.submit("a"), parts.submit("b")
     assert parts.rendezvous.admit(parts.first_message(first)) == Flag.EAGER
     held = parts.first_message(second)
-    assert parts.rendezvous.admit(held) is None  # each message takes 768 bytes and its body
+    assert parts.rendezvous.admit(held) is None  # each message takes 960 bytes and its body
     assert [(frame.frame, frame.operation) for frame in parts.frames(1)] == [(Frame.REQUEST, second.key[0])]
     assert second.held[1] == [held]
     parts.rendezvous.on_posted(1, second.key)
@@ -306,10 +306,10 @@ def test_a_message_leaves_eagerly_is_held_and_leaves_when_posted() -> None:
 
 
 def test_credit_frees_what_is_held() -> None:
-    parts = Parts(share=1000)
+    parts = Parts(share=1200)
     first, second = parts.submit("a"), parts.submit("b")
     parts.rendezvous.admit(parts.first_message(first))
-    cost = 768 + parts.first_message(first).region.body_bytes
+    cost = floating_cost(parts.first_message(first).region.body_bytes)
     parts.rendezvous.admit(parts.first_message(second))
     parts.rendezvous.on_credit(1, cost, 0)
     message = parts.outbox.queues[1].pop()

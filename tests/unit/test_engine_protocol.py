@@ -62,11 +62,11 @@ def test_the_same_slot_twice() -> None:
 
 
 def test_an_overdrawn_allowance() -> None:
-    rack = Rack(2, floating_bytes_max=2500)
+    rack = Rack(2, floating_bytes_max=3100)
     header = Header(Frame.DATA, 0, 7, 0, flags=Flag.EAGER, body_bytes=64)
     for lane in range(3):
         rack.begin_receiving(0, 1, replace(header, lane=lane))
-    refused(rack, replace(header, lane=3), "rank 0 would have 3328 floating bytes here; its share is 2500")
+    refused(rack, replace(header, lane=3), "rank 0 would have 4096 floating bytes here; its share is 3100")
 
 
 def test_messages_that_nobody_asked_for() -> None:

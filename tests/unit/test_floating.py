@@ -26,11 +26,11 @@ def test_messages_are_claimed_by_operation() -> None:
 
 
 def test_claimed_memory_counts_until_it_is_released() -> None:
-    store = FloatingStore(2000)
+    store = FloatingStore(2200)
     for number in range(2):
         store.accept(0, header(number))
     [message] = store.claim((0, 0))
-    with pytest.raises(ProtocolError, match="its share is 2000"):
+    with pytest.raises(ProtocolError, match="its share is 2200"):
         store.accept(0, header(3))
     store.release(message)
     assert store.total_bytes == floating_cost(100)
@@ -51,7 +51,7 @@ class Loan:
 
 
 def test_memory_of_the_transport_counts_too_and_is_given_back() -> None:
-    store, loan = FloatingStore(1000), Loan()
+    store, loan = FloatingStore(1200), Loan()
     message = store.accept(0, header(0), loan)
     assert message.body is loan.body
     assert store.total_bytes == floating_cost(100)
@@ -62,10 +62,10 @@ def test_memory_of_the_transport_counts_too_and_is_given_back() -> None:
 
 
 def test_peers_do_not_take_each_others_share() -> None:
-    store = FloatingStore(1000)
+    store = FloatingStore(1200)
     assert store.accept(0, header(0)).peer == 0
     assert store.accept(1, header(0)).peer == 1
-    with pytest.raises(ProtocolError, match="rank 1 would have 1736"):
+    with pytest.raises(ProtocolError, match="rank 1 would have 2120"):
         store.accept(1, header(1))
 
 
