@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from rack import SMALL, Rack, drain, values_of
 
+from totalreduce.engine import stall
 from totalreduce.engine.control import CONTROL_BYTES_MAX
 from totalreduce.engine.engine import Engine
 from totalreduce.engine.operation import State
@@ -198,6 +199,22 @@ def test_many_late_operations_are_asked_about_a_few_at_a_time() -> None:
         reported.append(len(rack.engines[1].reports.pop()))
     assert reported == [64, 64, 22, 0, 0, 0]
     assert len({report.tensor for report in rack.engines[0].reports.pop()}) == 150
+
+
+def test_the_oldest_operations_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank may be ahead by a million operations; the watch must not look at all of them again and again."""
+    monkeypatch.setattr(stall, "_WATCHED_MAX", 3)
+    rack = Rack(2)
+    operations = [rack.submit(0, f"w{index}") for index in range(5)]
+    rack.tick(6.0)
+    rack.tick(8.0)
+    assert [report.tensor for report in rack.engines[0].reports.pop()] == ["w0", "w1", "w2"]
+    rack.submit(1, "w1")
+    rack.run()
+    assert operations[1].finished
+    rack.tick(8.5)
+    rack.tick(10.0)
+    assert [report.tensor for report in rack.engines[0].reports.pop()] == ["w3"]
 
 
 def test_a_rank_that_does_not_answer_is_named() -> None:

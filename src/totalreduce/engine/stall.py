@@ -7,6 +7,7 @@ submitted the operation learns from the question that it keeps the other rank wa
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 from totalreduce.engine.control import StatusReply, StatusRequest
@@ -24,6 +25,8 @@ __all__ = ["StallReport", "StallWatch"]
 _ANSWER_S = 1.0
 #: The number of late operations about which the peers are asked in one call of ``tick``; the others follow later.
 _LATE_MAX = 64
+#: Of operations in flight, so many are watched, the oldest ones: the look at them takes 0.1 ms.
+_WATCHED_MAX = 1024
 
 _Key = tuple[int, int]
 
@@ -180,7 +183,7 @@ class StallWatch:
         found: list[Operation] = []
         if self._warning_s <= 0:
             return found
-        for operation in self._table.active.values():
+        for operation in itertools.islice(self._table.active.values(), _WATCHED_MAX):
             if now >= self._next_warning.get(operation.key, operation.submitted_at + self._warning_s):
                 # The next warning comes after twice the time: a log must not fill with one stall.
                 self._next_warning[operation.key] = now + max(self._warning_s, now - operation.submitted_at)
