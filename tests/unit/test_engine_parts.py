@@ -429,7 +429,7 @@ def test_after_a_loss_nothing_waits_for_additions() -> None:
 
 
 def test_a_receive_is_taken_by_the_first_announced_message() -> None:
-    names, early, floating = NameTable(), EarlyFrames(), FloatingStore(4096)
+    names, early, floating = NameTable(()), EarlyFrames(), FloatingStore(4096)
     receives = AnyReceives(names, early, floating, ())
     receive = AnyReceive({1: "from 1", 2: "from 2"}, MESSAGE, memoryview(bytearray(8)), "", 0, owner=None)
     key = (names.record("", "from 2").op_id, 0)

@@ -257,7 +257,9 @@ class Engine:
         members, table, floating, counters = self.members, self.table, self.reception.floating, self.counters
         if members.lost is not None or members.closed or members.departed or self.observers:
             return None
-        record = table.names.by_id[op_id]
+        record = table.names.by_id.get(op_id)
+        if record is None:
+            return None
         key = op_id, record.next_iteration
         if (
             record.layout is not layout

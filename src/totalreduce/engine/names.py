@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
+from totalreduce.engine.idle_names import IdleNames
 from totalreduce.engine.layout import OperationLayout
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
@@ -12,8 +14,14 @@ from totalreduce.foundation.types import operation_id
 
 __all__ = ["UNNAMED", "NameRecord", "NameTable", "following", "is_later", "preceding"]
 
-#: Different names of one engine, at most.
-_NAMES_MAX = 1_000_000
+#: Different names of one engine, at most: 200 MB of idle names.
+_NAMES_MAX = 1 << 24
+#: After so many new records, those of idle names are given up: 3 MB of records.
+_NEW_RECORDS: Final = 4096
+#: If names come back soon after their records were given up, the number is doubled, up to this one.
+_NEW_RECORDS_MAX: Final = 65_536
+#: Among so many idle names, one new record is allowed, so that merging them takes constant time for each record.
+_IDLE_PER_RECORD: Final = 128
 UNNAMED = "unnamed"
 #: Iterations are counted modulo this number, which is what a header has room for.
 _ITERATIONS = 1 << 32
@@ -39,19 +47,23 @@ class NameRecord:
     """A name under which operations were submitted here.
 
     Attributes:
+        place: The scope and the name.
         name: The name for people.
         text: The scope and the name, of which the id is the hash.
         op_id: The id.
         next_iteration: How often the name was submitted here, modulo 2**32.
+        seen: The value of ``next_iteration`` when the table last looked for idle names.
         layout: The layout of the last operation of the name.
         described: The layout that was described to the peers last; ``None``: the next one is described in any case.
         known_to: Peers that were told the name since the last mismatch.
     """
 
+    place: tuple[str, str | None]
     name: str
     text: str
     op_id: int
     next_iteration: int = 0
+    seen: int = -1
     layout: OperationLayout | None = None
     described: OperationLayout | None = None
     known_to: set[int] = field(default_factory=set)
@@ -62,16 +74,25 @@ class NameRecord:
 
 
 class NameTable:
-    """The names that were submitted here."""
+    """The names that were submitted here.
 
-    def __init__(self) -> None:
-        """Begin without names."""
-        #: The records by id; others only read it.
+    A record is given up if the name was not used for some time and no operation of it is in flight: only how often the
+    name was submitted is kept. If the name is used again, a record is made again.
+
+    Attributes:
+        by_id: The records by id; others only read it.
+    """
+
+    def __init__(self, active: Collection[tuple[int, int]]) -> None:
+        """Begin without names. ``active``: the keys of the operations in flight."""
         self.by_id: dict[int, NameRecord] = {}
         self._by_name: dict[tuple[str, str | None], NameRecord] = {}
+        self._active, self._idle = active, IdleNames()
+        self._limit = self._new_records = _NEW_RECORDS
+        self._num_returned = 0
 
     def __len__(self) -> int:
-        """Return the number of names."""
+        """Return the number of names that have a record."""
         return len(self.by_id)
 
     def __iter__(self) -> Iterator[NameRecord]:
@@ -93,17 +114,43 @@ class NameTable:
             known = self.by_id[op_id].text
             raise ConfigurationError(f"the names {text!r} and {known!r} have the same id; rename one of them")
         checks.operation_name(text)
-        if len(self.by_id) >= _NAMES_MAX:
-            raise ConfigurationError("a million different names in one group: reuse names, one per tensor")
-        record = NameRecord(UNNAMED if name is None else name, text, op_id)
-        self._by_name[scope, name] = self.by_id[op_id] = record
+        if len(self.by_id) >= self._limit:
+            self._give_up_idle_records()
+        count = self._idle.get(op_id)
+        if count is None and len(self.by_id) + len(self._idle) >= _NAMES_MAX:
+            raise ConfigurationError(f"{_NAMES_MAX} different names in one group: reuse names, one per tensor")
+        self._num_returned += count is not None
+        record = NameRecord((scope, name), UNNAMED if name is None else name, text, op_id, count or 0)
+        self._by_name[record.place] = self.by_id[op_id] = record
         return record
 
     def get(self, op_id: int) -> NameRecord | None:
-        """Return the record of an id, if its name was submitted here."""
+        """Return the record of an id, if its name was submitted here and is in use."""
         return self.by_id.get(op_id)
 
     def was_submitted(self, key: tuple[int, int]) -> bool:
         """Return whether the operation was submitted here. It has ended if it is not active."""
         record = self.by_id.get(key[0])
-        return record is not None and is_later(record.next_iteration, key[1])
+        count = record.next_iteration if record is not None else self._idle.get(key[0])
+        return count is not None and is_later(count, key[1])
+
+    def _give_up_idle_records(self) -> None:
+        """Give up the records of names that were not used since the last call and have no operation in flight."""
+        in_flight = {op_id for op_id, _ in self._active}
+        idle = [
+            record
+            for record in self.by_id.values()
+            if record.seen == record.next_iteration and record.op_id not in in_flight
+        ]
+        self._idle.update({record.op_id: record.next_iteration for record in idle})
+        for record in idle:
+            del self.by_id[record.op_id], self._by_name[record.place]
+        for record in self.by_id.values():
+            record.seen = record.next_iteration
+        if 2 * self._num_returned > self._new_records:  # a program that uses many names in turn
+            self._new_records = min(2 * self._new_records, _NEW_RECORDS_MAX)
+        self._num_returned = 0
+        # Where most names are in flight, a look at all of them must not come too often.
+        self._limit = len(self.by_id) + max(
+            self._new_records, len(self._idle) // _IDLE_PER_RECORD, len(self.by_id) // 4
+        )

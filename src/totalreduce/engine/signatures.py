@@ -135,9 +135,10 @@ class SignatureExchange:
         If they differ, the ranks that still wait are told, once for each operation.
         """
         expected, record = self._ended.get(key), self._table.names.get(key[0])
-        if expected is not None and record is not None and theirs != expected.signature_from(peer):
+        if expected is not None and theirs != expected.signature_from(peer):
             del self._ended[key]
-            self._disagree(record.shown(key[1]), key, expected, peer, theirs)
+            name = self.name_of(key[0]) if record is None else record.shown(key[1])
+            self._disagree(name, key, expected, peer, theirs)
 
     def ended_well(self, operation: Operation) -> None:
         """Remember the signature of an operation that has ended, if a late rank can still submit another one."""

@@ -32,7 +32,7 @@ class OperationTable:
         """Begin without operations."""
         self._counters = counters
         self.active: dict[_Key, Operation] = {}
-        self.names = NameTable()
+        self.names = NameTable(self.active.keys())
         self.early = EarlyFrames()
         self.completed: list[Operation | AnyReceive] = []
         #: Operations that have failed while an addition was carried out: they complete when it has ended.
