@@ -1,12 +1,15 @@
 """Subgroups: ranks of their own, names of their own, over the parent's engine."""
 
+import gc
 import itertools
 import threading
+import tracemalloc
 
 import pytest
 import torch
 
 import totalreduce as tr
+from totalreduce.engine import names, signatures
 from totalreduce.testing import run_ranks
 from totalreduce.testing.ranks import make_groups
 
@@ -224,3 +227,42 @@ def test_statistics_are_the_whole_groups() -> None:
         for work in [sub.allreduce(torch.ones(1)) for sub in subs]:
             work.wait()
         assert first.statistics().operations == subs[0].statistics().operations == 1
+
+
+def test_groups_that_were_closed_leave_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bounds of what is kept for all groups are small, so that the first groups reach them."""
+    monkeypatch.setattr(names, "_NEW_RECORDS", 16)
+    monkeypatch.setattr(names, "_NEW_RECORDS_MAX", 16)
+    monkeypatch.setattr(signatures, "_TEXT_BYTES_MAX", 16 * 1024)
+    monkeypatch.setattr(signatures, "_ENDED_MAX", 16)
+    taken = 0
+
+    def use_groups(group: tr.Group, numbers: range) -> None:
+        for number in numbers:
+            sub, tensor = group.subgroup([0, 1], name=f"{number}"), torch.full((3,), float(number))
+            sub.barrier()
+            sub.allreduce(tensor, name="x").wait()
+            sub.broadcast(tensor, name="y")
+            assert tensor.eq(2 * number).all()
+            message = torch.tensor([7.0])
+            work = sub.send(message, dst=1, tag=number) if group.rank == 0 else sub.recv(message, src=0, tag=number)
+            work.wait()
+            sub.close()
+        group.barrier()
+
+    def body(group: tr.Group) -> None:
+        nonlocal taken
+        use_groups(group, range(20))
+        if group.rank == 0:
+            gc.collect()
+            tracemalloc.start()
+        group.barrier()
+        use_groups(group, range(20, 80))
+        if group.rank == 0:
+            gc.collect()
+            taken, _ = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+        group.barrier()
+
+    run_ranks(2, body, transport="inproc")
+    assert taken < 2 * 60 * 1500  # bytes for each group and rank; a record for each name would make it 3,000

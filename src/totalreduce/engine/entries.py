@@ -93,20 +93,22 @@ class Entries:
             body: The body of the frame.
             signature: The packed signature in the frame's header.
         """
-        waiting = self.waiting.get(peer)
-        if operation is not None and peer in operation.posted_by:
-            self._send(peer, key, _Frame(frame, body, signature))
-        elif waiting is not None and key in waiting:
-            waiting[key].frames.append(_Frame(frame, body, signature))
-        elif operation is not None and peer in operation.has_entry_at and frame not in FAILURES:
-            self._send(peer, key, _Frame(frame, body, signature))
-        elif waiting is None and self._used.get(peer, 0) + entry_cost(frame, len(body)) <= self._share:
-            self._enter(peer, key, operation, _Frame(frame, body, signature))
-        else:
-            if waiting is None:
-                waiting = self.waiting[peer] = OrderedDict()
-            waiting[key] = _Waiting(operation, [_Frame(frame, body, signature)])
-            self._outbox.control(peer, Frame.REQUEST, key=key)
+        waiting, flags = self.waiting.get(peer), Flag.NONE
+        if operation is None or peer not in operation.posted_by:
+            if waiting is not None and key in waiting:
+                waiting[key].frames.append(_Frame(frame, body, signature))
+                return
+            if operation is None or peer not in operation.has_entry_at or frame in FAILURES:
+                cost = entry_cost(frame, len(body))
+                if waiting is not None or self._used.get(peer, 0) + cost > self._share:
+                    if waiting is None:
+                        waiting = self.waiting[peer] = OrderedDict()
+                    waiting[key] = _Waiting(operation, [_Frame(frame, body, signature)])
+                    self._outbox.control(peer, Frame.REQUEST, key=key)
+                    return
+                self._enter(peer, operation, cost)
+                flags = Flag.EAGER
+        self._outbox.control(peer, frame, key=key, body=body, signature=signature, flags=flags)
 
     def waits(self, peer: int, key: _Key) -> bool:
         """Return whether frames about an operation wait, so that its messages do, too."""
@@ -142,13 +144,10 @@ class Entries:
             if self._used[peer] + cost > self._share:
                 return
             del waiting[key]
-            for frame in others:
-                if frame is others[0]:
-                    self._enter(peer, key, operation, frame)
-                else:
-                    self._send(peer, key, frame)
-            for frame in failures:
-                self._enter(peer, key, operation, frame)
+            self._enter(peer, operation, cost)
+            for frame in (*others, *failures):
+                uses_allowance = frame.frame in FAILURES or frame is others[0]
+                self._send(peer, key, frame, Flag.EAGER if uses_allowance else Flag.NONE)
             if operation is not None:
                 self.on_leave(operation, peer)
         self._end_if_empty(peer, waiting)
@@ -163,12 +162,11 @@ class Entries:
             assert 0 <= used <= self._share, f"{used} bytes of entries at rank {peer}"
         assert all(self.waiting.values())
 
-    def _enter(self, peer: int, key: _Key, operation: Operation | None, frame: _Frame) -> None:
-        """Send a frame of which the peer makes an entry."""
-        self._used[peer] = self._used.get(peer, 0) + entry_cost(frame.frame, len(frame.body))
+    def _enter(self, peer: int, operation: Operation | None, cost: int) -> None:
+        """Use allowance for frames about an operation, of which the peer makes an entry."""
+        self._used[peer] = self._used.get(peer, 0) + cost
         if operation is not None:
             operation.has_entry_at = {*operation.has_entry_at, peer}
-        self._send(peer, key, frame, Flag.EAGER)
 
     def _send(self, peer: int, key: _Key, frame: _Frame, flags: int = Flag.NONE) -> None:
         self._outbox.control(peer, frame.frame, key=key, body=frame.body, signature=frame.signature, flags=flags)
