@@ -1,7 +1,8 @@
 """A member of the job that has the key and sends without end, and reads nothing of what it is answered.
 
 What the other ranks keep for it is bounded: their memory grows by at most 64 MiB, and the job ends on them with an
-error that names the member.
+error that names the member. Either the member is refused; or its frames are forgotten, because a correct rank may send
+many of them, and the job ends when the member does.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ attempt("closed", group.close, timeout_s=5)
 HOSTILE = """
 import itertools, json
 from totalreduce.coordination.messages import Kind, encode
-from totalreduce.foundation.header import Frame, Header
+from totalreduce.foundation.header import Flag, Frame, Header
 from totalreduce.transports.connection import Connection
 
 group = tr.init("tcp", timeout_s=60)
@@ -98,11 +99,13 @@ os._exit(0)
 FLOODS = {
     "questions that are never read": 'yield from control(Frame.STATUS_REQUEST, index, {"waited_s": 0.0})',
     "questions with long names": 'yield from control(Frame.STATUS_REQUEST, index, {"waited_s": 1e3, "name": LONG})',
-    "descriptions": 'yield from control(Frame.DESCRIBE, index, {"name": LONG, "is": LONG}, signature=bytes(24))',
+    "descriptions": 'yield from control(Frame.DESCRIBE, index, {"name": LONG, "is": LONG}, flags=Flag.EAGER)',
     "mismatches": (
-        'yield from control(Frame.MISMATCH, index, {"tensor": LONG, "ranks": [0, 1], "values": [LONG[:3000]] * 2})'
+        'yield from control(Frame.MISMATCH, index, {"tensor": LONG, "ranks": [0, 1], "values": [LONG[:3000]] * 2}, '
+        "flags=Flag.EAGER)"
     ),
     "operations that only it has submitted": "yield from control(Frame.POSTED, index)",
+    "questions about operations that nobody has submitted": "yield from control(Frame.REQUEST, index)",
     "messages for channels that are not open": "yield from channel(1000 + index, bytes(1000))",
     "bodies that no message has announced": "yield from control(Frame.CHANNEL_BODY, number, body=bytes(1000))",
     "unfinished messages": "yield from channel(1000 + index, bytes(2**20), last=False)",
@@ -143,6 +146,7 @@ COORDINATED = {
 
 #: Of two floods that the same check refuses, one is enough in ``make test``.
 LIKE_ANOTHER = {
+    "questions about operations that nobody has submitted",
     "questions that are never read",
     "questions with long names",
     "descriptions",
