@@ -37,13 +37,13 @@ def test_a_sender_waits_for_a_receiver_that_is_late(fleet, kind, link):
 
 
 #: How often, which rank checks the values, and by how much the memory of either rank may grow: that of messages that
-#: float, and of the tables of names and descriptions.
+#: float, of the tables of names and descriptions, and of the operations and tensors that the program has in flight.
 AT_LENGTH = {
     "messages": (1_000_000, 0, 96 * MIB),
     "tags": (1_000_000, 0, 160 * MIB),
     "sizes": (1_000_000, 0, 128 * MIB),
     "broadcasts": (1000, 0, 560 * MIB),
-    "exchanges": (50_000, 1, 400 * MIB),
+    "exchanges": (15_000, 1, 640 * MIB),
     "receives": (50_000, 1, 400 * MIB),
 }
 

@@ -9,11 +9,11 @@ import pytest
 from rack import Rack, broadcast, values_of
 
 from totalreduce.engine import names as names_module
-from totalreduce.engine.idle_names import IdleNames
 from totalreduce.engine.names import NameTable
 from totalreduce.engine.operation import Operation
 from totalreduce.foundation.errors import ConfigurationError, MismatchError
 from totalreduce.foundation.types import operation_id
+from totalreduce.kernels.counts import Counts
 
 
 @pytest.fixture
@@ -23,8 +23,8 @@ def few_records(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(names_module, "_NEW_RECORDS_MAX", 4)
 
 
-def test_a_table_of_idle_names_is_like_a_dictionary() -> None:
-    table, expected, generator = IdleNames(), {0: 5, 2**64 - 1: 2**32 - 1, 2**63: 0}, random.Random(3)
+def test_a_table_of_counts_is_like_a_dictionary() -> None:
+    table, expected, generator = Counts(), {0: 5, 2**64 - 1: 2**32 - 1, 2**63: 0}, random.Random(3)
     table.update(expected)
     for _ in range(50):
         new = {generator.getrandbits(64): generator.getrandbits(32) for _ in range(generator.randrange(30))}

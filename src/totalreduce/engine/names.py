@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from totalreduce.engine.idle_names import IdleNames
 from totalreduce.engine.layout import OperationLayout
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import operation_id
+from totalreduce.kernels.counts import Counts
 
 __all__ = ["UNNAMED", "NameRecord", "NameTable", "following", "is_later", "preceding"]
 
@@ -76,8 +76,9 @@ class NameRecord:
 class NameTable:
     """The names that were submitted here.
 
-    A record is given up if the name was not used for some time and no operation of it is in flight: only how often the
-    name was submitted is kept. If the name is used again, a record is made again.
+    A record is given up if the name was not used for some time and no operation of it is in flight. How often the name
+    was submitted is kept, because the ranks of an operation find each other by that number: a rank may use a name again
+    that another rank still uses. Then a record is made again.
 
     Attributes:
         by_id: The records by id; others only read it.
@@ -87,7 +88,7 @@ class NameTable:
         """Begin without names. ``active``: the keys of the operations in flight."""
         self.by_id: dict[int, NameRecord] = {}
         self._by_name: dict[tuple[str, str | None], NameRecord] = {}
-        self._active, self._idle = active, IdleNames()
+        self._active, self._idle = active, Counts()
         self._limit = self._new_records = _NEW_RECORDS
         self._num_returned = 0
 

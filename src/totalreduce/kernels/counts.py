@@ -1,8 +1,4 @@
-"""How often each name was submitted that is not in use at present: a record of it would take sixty times the memory.
-
-The ranks of an operation find each other by these numbers, so none is forgotten: a rank may use a name again that it
-has not used for long, or that another rank still uses.
-"""
+"""Numbers by id in 12 bytes each, for tables of millions: how often names were submitted that are not in use."""
 
 from __future__ import annotations
 
@@ -14,15 +10,15 @@ import numpy as np
 
 from totalreduce.kernels.arrays import Array
 
-__all__ = ["IdleNames"]
+__all__ = ["Counts"]
 
 
 @final
-class IdleNames:
+class Counts:
     """A table of numbers below 2**32 by id, an integer below 2**64. An entry takes 12 bytes.
 
     The ids are sorted. A hash table was rejected: its arrays would be larger, and could only be made anew by a loop in
-    Python. Here entries come by thousands at once and are merged; a search in a million takes some microseconds.
+    Python. Here entries come by thousands at once and are merged, and a search in a million takes some microseconds.
     """
 
     __slots__ = ("_counts", "_ids", "_keys")
