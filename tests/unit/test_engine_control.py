@@ -9,6 +9,7 @@ from totalreduce.engine.control import (
     Description,
     Farewell,
     LossNotice,
+    MessageFacts,
     StatusReply,
     StatusRequest,
     decode_mismatch,
@@ -19,7 +20,12 @@ from totalreduce.foundation.errors import MismatchError, PeerLost, ProtocolError
 
 def test_what_is_encoded_comes_back() -> None:
     assert Description.decode(Description("w", "allreduce of (3,)").encode(), 1) == ("w", "allreduce of (3,)")
-    assert StatusRequest.decode(StatusRequest("w", 1.23456).encode(), 1) == ("w", 1.235)
+    assert StatusRequest.decode(StatusRequest("w", 1.23456).encode(), 1) == ("w", 1.235, None)
+    message = MessageFacts(3, 1, "4 elements of float32, 16 bytes")
+    assert StatusRequest.decode(StatusRequest("w", 1.0, message).encode(), 1).message == message
+    for other in ([3, 1], ["3", 1, "x"], 7):
+        with pytest.raises(ProtocolError, match="rank 1 asks for a message that is"):
+            StatusRequest.decode(json.dumps({"name": "w", "message": other}).encode(), 1)
     assert StatusReply.decode(StatusReply(True, "2 of 3").encode(), 1) == (True, "2 of 3")
     notice = LossNotice.of(PeerLost(2, "its connection ended"))
     assert LossNotice.decode(notice.encode(), 1, 3) == (2, "its connection ended (reported by rank 1)")

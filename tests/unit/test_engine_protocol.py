@@ -4,12 +4,13 @@ import json
 from dataclasses import replace
 
 import pytest
-from rack import SMALL, Rack, drain, values_of
+from rack import SMALL, Rack, allreduce, drain, values_of
 
 from totalreduce.engine import stall
 from totalreduce.engine.control import CONTROL_BYTES_MAX
 from totalreduce.engine.engine import Engine
 from totalreduce.engine.operation import State
+from totalreduce.engine.submission import Submission
 from totalreduce.foundation.errors import PeerLost, ProtocolError
 from totalreduce.foundation.header import Flag, Frame, Header
 
@@ -173,6 +174,54 @@ def test_a_stall_is_reported_on_every_rank_and_names_the_missing_one() -> None:
     assert report.progress.keys() == {0, 2}
     assert report.as_dict()["missing"] == [1]
     assert [engine.counters.stalls for engine in rack.engines] == [1, 2, 1]
+
+
+@pytest.mark.parametrize("late", ["sender", "receiver"])
+def test_a_stalled_message_names_both_ranks_and_the_call_that_is_missing(late: str) -> None:
+    rack = Rack(3, eager_bytes=1)  # the sender, too, waits for the other rank
+    rack.send(2, 1, [1.0] * 8)
+    rack.receive(2, 1, 8)
+    rack.run()
+    if late == "sender":
+        rack.receive(2, 1, 8)
+        waiting, missing, call = 1, 2, "rank 2 has not called send to rank 1"
+    else:
+        rack.send(2, 1, [1.0] * 8)
+        waiting, missing, call = 2, 1, "rank 1 has not called recv from rank 2"
+    rack.tick(5.0)
+    rack.tick(5.1)
+    for rank in (waiting, missing):
+        [report] = rack.engines[rank].reports.pop()
+        assert report.missing == (missing,)
+        assert report.as_dict()["message"] == {
+            "source": 2,
+            "target": 1,
+            "size": "8 elements of float64, 64 bytes",
+        }
+        assert "(8 elements of float64, 64 bytes, after 1 earlier ones) has been pending for 5." in str(report)
+        assert call in str(report)
+        assert "never submitted" not in str(report)
+    assert rack.engines[0].reports.pop() == []
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_operations_without_a_name_are_called_by_title_number_and_place_on_each_rank(late: bool) -> None:
+    # In a ring of four, rank 2 exchanges nothing with rank 0, and learns of the difference from the others.
+    rack, operations = Rack(4), []
+    for rank in (0, 1, 3, 2):
+        data = memoryview(bytearray(8 if rank else 16))
+        submission = Submission(
+            None, allreduce(1 if rank else 2), [data], title=f"call_{rank}", place="of the default group"
+        )
+        operation = rack.engines[rank].submit(submission, 0.0)
+        assert operation.name == f"call_{rank} #0 of the default group"
+        operations.append(operation)
+        if late:
+            rack.run()
+    rack.run()
+    for operation in operations:
+        assert str(operation.error).startswith(f"{operation.name}: rank ")
+    assert rack.engines[0]._signatures.name_of(operations[0].key[0]) == "calls of the default group"
 
 
 def test_reports_become_rarer_and_end() -> None:

@@ -20,6 +20,7 @@ __all__ = [
     "Description",
     "Farewell",
     "LossNotice",
+    "MessageFacts",
     "StatusReply",
     "StatusRequest",
     "decode_mismatch",
@@ -118,20 +119,42 @@ class Farewell(NamedTuple):
         return cls(f"it has closed the group{after}", notice)
 
 
+class MessageFacts(NamedTuple):
+    """A message between two ranks, for reports.
+
+    Attributes:
+        source: The rank that sends it.
+        target: The rank that receives it.
+        size: Number and type of the elements on the rank that waits, in words.
+    """
+
+    source: int
+    target: int
+    size: str
+
+    def missing(self, rank: int) -> str:
+        """Return what one of the two ranks has not done."""
+        call = f"send to rank {self.target}" if rank == self.source else f"recv from rank {self.source}"
+        return f"rank {rank} has not called {call}"
+
+
 class StatusRequest(NamedTuple):
     """STATUS_REQUEST: the sender asks whether the receiver has submitted an operation.
 
     Attributes:
         name: The name of the operation.
         waited_s: How long ago the sender has submitted it, in seconds.
+        message: What it sends, if it is a message between two ranks.
     """
 
     name: str
     waited_s: float
+    message: MessageFacts | None = None
 
     def encode(self) -> bytes:
         """Return the body."""
-        return json.dumps({"name": self.name, "waited_s": round(self.waited_s, 3)}).encode()
+        message = {} if self.message is None else {"message": self.message}
+        return json.dumps({"name": self.name, "waited_s": round(self.waited_s, 3), **message}).encode()
 
     @classmethod
     def decode(cls, body: bytes, peer: int) -> StatusRequest:
@@ -140,7 +163,7 @@ class StatusRequest(NamedTuple):
         waited_s = document.get("waited_s", 0.0)
         if not isinstance(waited_s, (int, float)):
             raise ProtocolError(f"rank {peer} asks for an operation that is late by {waited_s!r}")
-        return cls(_text(document, "name", NAME_BYTES_MAX), waited_s)
+        return cls(_text(document, "name", NAME_BYTES_MAX), waited_s, _read_message(document, peer))
 
 
 class StatusReply(NamedTuple):
@@ -184,6 +207,16 @@ def _decode(body: bytes, peer: int) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise ProtocolError(f"a control frame of rank {peer} that is no JSON object")
     return document
+
+
+def _read_message(document: dict[str, Any], peer: int) -> MessageFacts | None:
+    match document.get("message"):
+        case None:
+            return None
+        case [int(source), int(target), str(size)]:
+            return MessageFacts(source, target, size[:_TEXT_CHARACTERS_MAX])
+        case other:
+            raise ProtocolError(f"rank {peer} asks for a message that is {other!r:.100}")
 
 
 def _text(document: dict[str, Any], field: str, characters_max: int = _TEXT_CHARACTERS_MAX) -> str:

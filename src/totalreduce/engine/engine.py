@@ -198,11 +198,12 @@ class Engine:
                 (``Members.silent``).
             GroupClosed: This rank has closed the group.
         """
-        name, signature, buffers, ranks, scope, repeats, priority = submission
+        name, signature, buffers, ranks, scope, repeats, priority, title, place, once = submission
         members, table = self.members, self.table
         members.check_usable()
         ranks = members.everybody if ranks is None else ranks
-        record = table.names.record(scope, name)
+        names = table.names
+        record = names.record_once(scope, once, title) if once else names.record(scope, name, place)
         key = (record.op_id, record.next_iteration)
         if name is not None and not repeats and (key[0], preceding(key[1])) in table.active:
             raise ConfigurationError(
@@ -215,11 +216,15 @@ class Engine:
                     # The other ranks have submitted this operation, or will, and count an iteration. It is counted here
                     # although it failed, so that the next operation of this name has the same key on all ranks.
                     record.next_iteration = following(key[1])
+                    if once:
+                        names.end_once(key[0])
                     table.early.claim(key)
                     self.reception.drop(self.reception.floating.claim(key))
                     raise PeerLost(peer, reason)
         layout = self.planner.layout(record, signature, ranks, buffers)
         record.next_iteration = following(key[1])
+        if once:
+            names.begin_once(record)
         operation = self._operation(submission, record, key, layout, now, owner)
         table.add(operation, now)
         for observer in self.observers:
@@ -227,7 +232,7 @@ class Engine:
         early = table.early.claim(key)
         if early.failure is not None:
             self.reception.drop(self.reception.floating.claim(key))
-            self._end(operation, now, early.failure)
+            self._end(operation, now, _by_own_name(operation, early.failure))
         else:
             is_new = early is NO_FRAMES and not members.departed and key not in self.reception.floating
             if is_new and self.carrier is not None and not self._rendezvous.is_asked(ranks):
@@ -660,7 +665,7 @@ class Engine:
     ) -> Operation:
         """Make the record of an operation."""
         return Operation(
-            record.shown(key[1]),
+            record.shown(key[1], submission.title, submission.place),
             key,
             layout,
             submission.buffers,
@@ -744,6 +749,10 @@ class Engine:
             operation.relayed.fail()
         group_goes_on = self.members.lost is None and not self.members.closed
         self.table.end(operation, error, now, group_goes_on=group_goes_on)
+        names = self.table.names
+        if operation.key[0] in names.once:
+            names.end_once(operation.key[0])
+            self._signatures.forget(operation)
         self.stalls.forget(operation.key)
         if error is None:
             self._signatures.ended_well(operation)
@@ -927,7 +936,7 @@ class Engine:
         """Fail the operation that a peer's frame names; if it is not submitted here yet, fail it on submission."""
         operation = self.table.active.get(key)
         if operation is not None:
-            self._end(operation, now, error)
+            self._end(operation, now, _by_own_name(operation, error))
         elif not self.table.was_submitted(key) and self.table.early.note_failure(peer, key, error):
             self.reception.drop(self.reception.floating.claim(key))
 
@@ -966,3 +975,10 @@ class Engine:
             priority=receive.priority,
         )
         self.submit(submission, now, owner=receive.owner, becoming=True)
+
+
+def _by_own_name(operation: Operation, error: MismatchError | PeerLost) -> MismatchError | PeerLost:
+    """Return an error that a peer has reported, with the name of this rank: ranks may have made different calls."""
+    if isinstance(error, MismatchError) and error.tensor != operation.name:
+        return MismatchError(operation.name, error.ranks, error.values)
+    return error

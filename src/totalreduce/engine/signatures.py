@@ -61,8 +61,9 @@ class SignatureExchange:
         """Begin without knowledge of the peers."""
         self._rank, self._table = rank, table
         self._entries, self._members, self._counters = entries, members, counters
-        #: Operations that have ended here well; other ranks may still submit them with another signature.
-        self._ended: BoundedTable[_Key, Expectation] = BoundedTable(_ENDED_MAX)
+        #: Name and signature of operations that have ended here well; other ranks may still submit them with another
+        #: signature.
+        self._ended: BoundedTable[_Key, tuple[str, Expectation]] = BoundedTable(_ENDED_MAX)
         #: Names that peers have told, by operation id.
         self._names: BoundedTable[int, str] = BoundedTable(_TEXT_BYTES_MAX, lambda name: ENTRY_COST + len(name))
         #: By peer and operation id: the signature that the peer described last, packed and in words.
@@ -134,17 +135,16 @@ class SignatureExchange:
 
         If they differ, the ranks that still wait are told, once for each operation.
         """
-        expected, record = self._ended.get(key), self._table.names.get(key[0])
+        name, expected = self._ended.get(key, ("", None))
         if expected is not None and theirs != expected.signature_from(peer):
             del self._ended[key]
-            name = self.name_of(key[0]) if record is None else record.shown(key[1])
             self._disagree(name, key, expected, peer, theirs)
 
     def ended_well(self, operation: Operation) -> None:
         """Remember the signature of an operation that has ended, if a late rank can still submit another one."""
         kind, program = operation.layout.signature.kind, operation.layout.program
         if kind in _REPORTED_LATE and (program.targets or kind not in _COLLECTING):
-            self._ended[operation.key] = operation.layout.expectation
+            self._ended[operation.key] = operation.name, operation.layout.expectation
 
     def has_ended(self, key: _Key) -> bool:
         """Return whether the signature of the operation, which has ended here, is remembered."""
@@ -152,8 +152,9 @@ class SignatureExchange:
 
     def described(self, peer: int, key: _Key, signature: bytes, description: Description) -> MismatchError | None:
         """A peer has described an operation. Returns the error that it fails with here, if it is active and differs."""
-        self._names[key[0]] = description.name
-        self._descriptions[peer, key[0]] = signature, description.text
+        if not self._table.names.is_over(key[0]):
+            self._names[key[0]] = description.name
+            self._descriptions[peer, key[0]] = signature, description.text
         operation = self._table.active.get(key)
         if operation is not None:
             return self.compare(operation, peer, signature)
@@ -162,6 +163,15 @@ class SignatureExchange:
         elif self._table.early.of(key).failure is None:
             self._table.early.note_described(peer, key, signature)
         return None
+
+    def forget(self, operation: Operation) -> None:
+        """Forget what peers have said of an operation that has ended, whose name no other operation has."""
+        op_id = operation.key[0]
+        if op_id in self._names:
+            del self._names[op_id]
+        for peer in operation.ranks:
+            if (peer, op_id) in self._descriptions:
+                del self._descriptions[peer, op_id]
 
     def distrust(self, key: _Key) -> None:
         """Describe the later operations of a name, and the next one: ranks disagreed about this one.

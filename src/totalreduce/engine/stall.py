@@ -10,14 +10,16 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
-from totalreduce.engine.control import StatusReply, StatusRequest
+from totalreduce.engine.control import MessageFacts, StatusReply, StatusRequest
 from totalreduce.engine.members import Members
 from totalreduce.engine.operation import Operation
 from totalreduce.engine.outbox import Outbox
 from totalreduce.engine.reports import Reports
 from totalreduce.engine.signatures import SignatureExchange
 from totalreduce.engine.table import OperationTable
+from totalreduce.foundation.call_names import in_words
 from totalreduce.foundation.header import Frame
+from totalreduce.foundation.types import OpKind
 
 __all__ = ["StallReport", "StallWatch"]
 
@@ -59,6 +61,8 @@ class StallReport:
         missing: The ranks that have not submitted it.
         progress: By rank that has submitted it: its progress in words.
         silent: The ranks that have not answered.
+        op_id: The id of the operation.
+        message: What is sent, if it is a message between two ranks.
     """
 
     tensor: str
@@ -67,11 +71,15 @@ class StallReport:
     missing: tuple[int, ...]
     progress: dict[int, str]
     silent: tuple[int, ...]
+    op_id: int = 0
+    message: MessageFacts | None = None
 
     def __str__(self) -> str:
         """Return a sentence for the log."""
-        parts = [f"tensor {self.tensor!r} (iteration {self.iteration}) has been pending for {self.waited_s:.1f} s"]
-        if self.missing:
+        parts = [f"{self._subject()} has been pending for {self.waited_s:.1f} s"]
+        if self.message is not None:
+            parts += [self.message.missing(rank) for rank in self.missing]
+        elif self.missing:
             parts.append(f"never submitted by rank(s) {', '.join(map(str, self.missing))}")
         if self.silent:
             parts.append(f"no answer from rank(s) {', '.join(map(str, self.silent))}")
@@ -79,9 +87,18 @@ class StallReport:
             parts.append("; ".join(f"rank {rank}: {text}" for rank, text in sorted(self.progress.items())))
         return "; ".join(parts)
 
+    def _subject(self) -> str:
+        words = in_words(self.tensor)
+        if self.message is not None:
+            after = f", after {self.iteration} earlier ones" if self.iteration else ""
+            return f"{words} ({self.message.size}{after})"
+        return f"{words} (iteration {self.iteration})" if words != self.tensor else words
+
     def as_dict(self) -> dict[str, object]:
         """Return the report in a form that JSON can hold."""
+        message = {} if self.message is None else {"message": self.message._asdict()}
         return {
+            **message,
             "tensor": self.tensor,
             "iteration": self.iteration,
             "waited_s": self.waited_s,
@@ -139,7 +156,7 @@ class StallWatch:
             return
         self._inquiries[key] = _Inquiry(now, warn)
         self._signatures.describe_late([operation])
-        body = StatusRequest(operation.name, now - operation.submitted_at).encode()
+        body = StatusRequest(operation.name, now - operation.submitted_at, _message_facts(operation)).encode()
         for peer in operation.ranks:
             # A departed rank, too: if its GOODBYE cannot come, the transport reports that it is not reachable.
             if peer != self._rank and peer not in self._members.unreachable:
@@ -164,7 +181,9 @@ class StallWatch:
             return
         if self._table.early.note_report(peer, key, request.waited_s):
             progress = {peer: "waiting for this rank"}
-            report = StallReport(request.name, key[1], request.waited_s, (self._rank,), progress, ())
+            report = StallReport(
+                request.name, key[1], request.waited_s, (self._rank,), progress, (), key[0], request.message
+            )
             self._reports.publish(report, now)
 
     def on_reply(self, peer: int, key: _Key, reply: StatusReply) -> None:
@@ -216,4 +235,15 @@ class StallWatch:
             tuple(sorted(inquiry.missing)),
             progress,
             tuple(sorted(others)),
+            operation.key[0],
+            _message_facts(operation),
         )
+
+
+def _message_facts(operation: Operation) -> MessageFacts | None:
+    if operation.signature.kind is not OpKind.SEND_RECV:
+        return None
+    dtype, num_bytes = operation.layout.dtype, operation.layout.num_bytes
+    source, target = operation.ranks
+    size = f"{num_bytes // dtype.itemsize} elements of {dtype.name.lower()}, {num_bytes} bytes"
+    return MessageFacts(source, target, size)

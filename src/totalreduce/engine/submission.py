@@ -23,6 +23,11 @@ class Submission(NamedTuple):
         scope: Distinguishes the names of one subgroup from those of another.
         repeats: The name may be in flight several times: the n-th here meets the n-th elsewhere.
         priority: Smaller is more urgent; 32 bits signed.
+        title: How errors and reports call the operation instead of by its name. If it has none, its number and
+            ``place`` follow (``call_names.call_name``).
+        place: What operations without a name are counted in.
+        once: A name that no other operation ever has, equal on all ranks. ``name`` is ``None`` then: the operation is
+            not counted, and nothing is kept of it when it has ended.
     """
 
     name: str | None
@@ -32,3 +37,6 @@ class Submission(NamedTuple):
     scope: str = ""
     repeats: bool = False
     priority: int = 0
+    title: str = ""
+    place: str = ""
+    once: str = ""

@@ -27,6 +27,8 @@ from __future__ import annotations
 
 from typing import Any, Self
 
+from totalreduce.foundation.call_names import in_words
+
 __all__ = [
     "AuthenticationError",
     "ConfigurationError",
@@ -90,7 +92,8 @@ class MismatchError(TotalReduceError):
 
     def __init__(self, tensor: str, ranks: tuple[int, ...], values: tuple[str, ...]) -> None:
         both = "; ".join(f"rank {rank} submitted {value}" for rank, value in zip(ranks, values, strict=True))
-        super().__init__(f"tensor {tensor!r}: {both}. Submit the same kind, dtype, shape and reduction on every rank.")
+        what = in_words(tensor)
+        super().__init__(f"{what}: {both}. Submit the same kind, dtype, shape and reduction on every rank.")
         self.tensor, self.ranks, self.values = tensor, ranks, values
         self.sets: tuple[tuple[int, ...], ...] = tuple((rank,) for rank in ranks)
 

@@ -14,9 +14,9 @@ from typing import final
 import torch
 
 from totalreduce.engine.any_receives import AnyReceive
-from totalreduce.engine.names import UNNAMED
 from totalreduce.engine.submission import Submission
 from totalreduce.foundation import checks
+from totalreduce.foundation.call_names import UNNAMED
 from totalreduce.foundation.errors import ConfigurationError, GroupClosed
 from totalreduce.foundation.types import successor_name
 from totalreduce.groups import checked

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from totalreduce.foundation import checks
+from totalreduce.foundation.call_names import track_and_number
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.forking import HomeProcess
 from totalreduce.foundation.observer import Observer
@@ -264,7 +265,7 @@ class _Formatter:
         for operation in operations:
             body += self._operation(operation)
         # A floating message may know only the operation's id; the name is known since the submission.
-        tracks = {_track(operation.name)[0] for operation in operations}
+        tracks = {track_and_number(operation.name)[0] for operation in operations}
         names = {f"{operation_id(track):#018x}": track for track in tracks}
         for instant in (fact for fact in events if isinstance(fact, _Instant)):
             body.append(self._instant(instant, names))
@@ -276,7 +277,7 @@ class _Formatter:
 
     def _operation(self, operation: _Operation) -> Iterator[tuple[int, Event]]:
         begin, end = self._microseconds(operation.submitted), self._microseconds(operation.done)
-        track, number = _track(operation.name)
+        track, number = track_and_number(operation.name)
         tid = self._tracks.free(track, begin, end)
         args = {"iteration": operation.iteration, **operation.sizes, "outcome": operation.outcome}
         yield (
@@ -291,7 +292,7 @@ class _Formatter:
 
     def _instant(self, instant: _Instant, names: Mapping[str, str]) -> tuple[int, Event]:
         at = self._microseconds(instant.now)
-        track = _track(names.get(instant.name, instant.name))[0] or "stalls"
+        track = track_and_number(names.get(instant.name, instant.name))[0] or "stalls"
         event: Event = {"ph": "i", "s": "t", "pid": self._rank, "tid": self._tracks.named(track), "ts": at}
         return at, {**event, "name": instant.label, "args": instant.args}
 
@@ -318,12 +319,6 @@ def rank_path(path: str | os.PathLike[str], rank: int) -> Path:
     """
     base = Path(path)
     return base.with_suffix(f".rank{rank}.json") if base.suffix == ".json" else base / f"rank{rank}.json"
-
-
-def _track(name: str) -> tuple[str, str]:
-    """Return the track and the number of a name: ``unnamed#7`` and ``unnamed#8`` share a track, as iterations do."""
-    track, _, number = name.rpartition("#")
-    return (track, number) if track and number.isdecimal() else (name, "")
 
 
 def _outcome(error: BaseException | None) -> str:
