@@ -23,8 +23,10 @@ from totalreduce.engine.reception import Delivery
 from totalreduce.engine.relaying import Order, RelayedTraffic, RelayTask
 from totalreduce.engine.submission import Submission
 from totalreduce.fastlane.lane import Carriage, FastLane
+from totalreduce.foundation.errors import MismatchError
 from totalreduce.foundation.header import Header
 from totalreduce.kernels import exchange
+from totalreduce.runner.callers import Callers
 from totalreduce.runner.handle import Begun, End, Handle
 from totalreduce.runner.repeated import KnownCarriages
 from totalreduce.schedules.actions import Mode
@@ -55,11 +57,18 @@ def carry_out(computation: Computation) -> None:
     )
 
 
-def complete_owners(ended: list[Operation | AnyReceive]) -> None:
-    """Complete the handles of operations that have ended. Called without the lock: it runs callbacks."""
+def complete_owners(ended: list[Operation | AnyReceive], callers: Callers | None = None) -> None:
+    """Complete the handles of operations that have ended. Called without the lock: it runs callbacks.
+
+    ``callers``: add advice to mismatches.
+    """
     for operation in ended:
         handle: Handle = operation.owner
         if isinstance(operation, Operation):
+            if isinstance(operation.error, MismatchError) and callers is not None:
+                advice = callers.advice(operation.key[0])
+                if advice:
+                    operation.error.add_note(advice)
             handle.operation = operation  # a receive from anybody has become this operation
             operation.buffers = ()  # the handle may live long, and must not keep the memory of the tensors as long
         handle.complete(operation.error)
@@ -84,6 +93,7 @@ class EngineEndpoint:
         work: Notified when the computation thread has something to do.
         inline: Whether the thread that moves messages also carries out every computation.
         known: What operations need that begin in the fast lane without a record in the engine.
+        callers: The threads that submit operations without a name.
         lane: The fast lane, if this host's ranks have one. The thread that moves messages also moves its operations.
     """
 
@@ -96,6 +106,7 @@ class EngineEndpoint:
         self.ended = Handle()
         self.ended.complete(None)
         self.known = KnownCarriages()
+        self.callers = Callers()
         self.lock = threading.Lock()
         self.work = threading.Condition(self.lock)
 
@@ -105,7 +116,7 @@ class EngineEndpoint:
             return
         with self.lock:
             ended = self.engine.table.pop_completed()
-        complete_owners(ended)
+        complete_owners(ended, self.callers)
 
     def begin(self, submission: Submission, carriage: Carriage, end: End | None) -> Handle | None:
         """Begin an operation in the fast lane; end it if that takes no longer than to let the engine know.

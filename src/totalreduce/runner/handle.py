@@ -41,11 +41,12 @@ class Handle:
         operation: The engine's operation; ``None`` for a receive from anybody, until a message has come, and for an
             operation that the engine has not adopted.
         begun: The operation, if it has begun in the fast lane and the engine does not know it.
+        waits_for: What it waits for while there is no operation, for messages.
     """
 
-    __slots__ = ("_callbacks", "_end", "begun", "done", "error", "operation")
+    __slots__ = ("_callbacks", "_end", "begun", "done", "error", "operation", "waits_for")
 
-    def __init__(self, end: End | None = None) -> None:
+    def __init__(self, end: End | None = None, waits_for: str = "") -> None:
         """Make the handle of an operation that is about to be submitted.
 
         ``end`` is called once when the operation has ended, in the thread that finds the end, before waiting threads
@@ -55,6 +56,7 @@ class Handle:
         self.error: BaseException | None = None
         self.operation: Operation | None = None
         self.begun: Begun | None = None
+        self.waits_for = waits_for
         self._end = end
         self._callbacks: list[Callable[[], None]] = []
 

@@ -29,6 +29,7 @@ from weakref import WeakSet
 from totalreduce.engine.any_receives import AnyReceive
 from totalreduce.engine.engine import Engine
 from totalreduce.engine.operation import State
+from totalreduce.engine.stall import StallReport
 from totalreduce.engine.submission import Submission
 from totalreduce.fastlane.board import BOARD_BYTES
 from totalreduce.fastlane.lane import FastLane
@@ -136,6 +137,8 @@ class Runner:
             now = time.monotonic()
             endpoint.adopt(now)
             operation = handle.operation = self.engine.submit(submission, now, owner=handle)
+            if submission.name is None and not submission.once:
+                endpoint.callers.note(operation.key[0])
             endpoint.known.learn(submission, operation)
             wake = self._wakes_after_submission()
         if operation.carriage is not None and self._in_lane(endpoint.announce, operation):
@@ -262,8 +265,10 @@ class Runner:
                 name, explanation = explain(now)
             elif operation is not None:
                 name, explanation = operation.name, self.engine.stalls.explain(operation, now)
+                advice = endpoint.callers.advice(operation.key[0])
+                explanation += f". {advice}" if advice else ""
             else:
-                name, explanation = "a message from any rank", "no rank has sent one"
+                name, explanation = handle.waits_for, "no rank has sent one"
         raise DeadlineExceededError(f"rank {self.engine.rank} waited {timeout_s:g} s for {name!r}: {explanation}")
 
     def _waited(self, seconds: float) -> None:
@@ -429,7 +434,8 @@ class Runner:
             reports = self.engine.reports.pop()
             self._sleepers += 1  # before looking for work, so that a thread that adds some wakes this one
         for report in reports:
-            _log.warning("rank %d: stalled: %s", self.engine.rank, report)
+            advice = self._endpoint.callers.advice(report.op_id) if isinstance(report, StallReport) else ""
+            _log.warning("rank %d: stalled: %s", self.engine.rank, f"{report}. {advice}" if advice else report)
         progress = False
         with self._moving:
             try:
