@@ -21,6 +21,39 @@ def test_callbacks_may_wait_for_callbacks():
     callbacks.close()
 
 
+def test_all_that_wait_get_threads():
+    callbacks = Callbacks("test")
+    all_wait, done = threading.Barrier(101), threading.Semaphore(0)
+
+    def wait():
+        all_wait.wait(20)
+        done.release()
+
+    for _ in range(100):
+        callbacks.run(wait)
+    all_wait.wait(20)
+    for _ in range(100):
+        assert done.acquire(timeout=20)
+    callbacks.close()
+
+
+def test_a_system_that_allows_no_thread_for_a_while(monkeypatch):
+    callbacks, start = Callbacks("test"), threading.Thread.start
+    refused, ran = [], threading.Event()
+
+    def refuse(thread):
+        if thread.name == "test-callbacks" and len(refused) < 2:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    callbacks.run(ran.set)
+    assert ran.wait(20)
+    assert len(refused) == 2
+    callbacks.close()
+
+
 def test_a_thread_is_used_again():
     callbacks = Callbacks("test")
     threads = []

@@ -104,7 +104,7 @@ def test_a_future_knows_the_devices_of_its_tensors(cuda: FakeCuda, monkeypatch) 
 
     def future(devices: list[torch.device]) -> SimpleNamespace:
         made.append(devices)
-        return SimpleNamespace(then=lambda _: None, set_result=lambda _: None)
+        return SimpleNamespace(then=lambda _: torch._C.Future([]), set_result=lambda _: None)
 
     monkeypatch.setattr(torch.futures, "Future", future)
     outputs = [[cuda.tensor(torch.zeros(2), 3), torch.zeros(1)], cuda.tensor(torch.zeros(2), 1)]

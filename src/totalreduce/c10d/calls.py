@@ -19,6 +19,7 @@ from totalreduce.c10d.sparse import allreduce_sparse
 from totalreduce.c10d.work import OperationWork, as_torch_error, begin_record, seconds_of
 from totalreduce.foundation.errors import ConfigurationError, TotalReduceError
 from totalreduce.foundation.types import ReduceOp
+from totalreduce.groups.calling import call_here
 from totalreduce.groups.group import Group
 from totalreduce.tensors.work import Work
 
@@ -30,9 +31,11 @@ __all__ = [
     "one_list",
     "operator_event",
     "options_for",
+    "place_of",
     "reduce_op_of",
     "reduction_of",
     "root_of",
+    "rows_of",
     "single_tensor",
     "split_sizes",
 ]
@@ -71,6 +74,10 @@ _REDUCTIONS = {
 }
 
 
+#: Of larger groups, messages show only the number of ranks.
+_RANKS_SHOWN = 8
+
+
 @final
 class Calls:
     """Submits the calls of one process group.
@@ -78,12 +85,14 @@ class Calls:
     Attributes:
         count: Number of calls so far.
         timeout: Deadline of calls that name none.
+        place: How messages call the process group behind the number of a call.
         callbacks: The threads in which futures are completed.
     """
 
     def __init__(self, group: Group, timeout: timedelta) -> None:
         self.count = 0
         self.timeout = timeout
+        self.place = "of a process group"
         self.callbacks = Callbacks(f"totalreduce-{group.rank}")
         self._group = group
         self._stager = Stager()
@@ -106,6 +115,7 @@ class Calls:
         shown: Sequence[torch.Tensor] | None = None,
         timeout: timedelta | None = None,
         operator: str = "",
+        value: Callable[[], Any] | None = None,
     ) -> OperationWork:
         """Submit a collective.
 
@@ -113,21 +123,23 @@ class Calls:
             title: Its name, as gloo has it, for the profiler and for messages.
             opts: Its options, of which the deadline counts here.
             submit: Submits the operations, given a function from a tensor to its host memory.
-            result: The value of its future.
+            result: Its outputs, nested as gloo nests them.
             reads: Tensors that it reads on this rank.
             writes: Tensors that it writes on this rank.
             shown: Tensors that the profiler shows; by default ``reads``.
             timeout: Its deadline, instead of that of the options.
             operator: The operator of c10d, for the profiler; by default the one that ``title`` has alone.
+            value: Returns the value of its future; by default that is ``result``.
         """
         self.count += 1
         if title in _COUNTED or len(writes) > 1:
             increment_version(writes)
         operator = operator or _OPERATORS[title]
-        title = f"{BACKEND_NAME}:{title}"
+        called, title = title, f"{BACKEND_NAME}:{title}"
         record = begin_record(title, reads if shown is None else shown)
         staged = self._stager.stage(reads, writes)
         host = _as_is if staged is None else staged.host
+        token = call_here.set((called, self.place))
         try:
             if record is None:
                 works = submit(host)
@@ -140,6 +152,8 @@ class Calls:
             if isinstance(error, ConfigurationError):
                 raise
             raise as_torch_error(error, title) from error
+        finally:
+            call_here.reset(token)
         return OperationWork(
             works,
             result,
@@ -148,6 +162,7 @@ class Calls:
             callbacks=self.callbacks,
             record=record,
             staged=staged,
+            value=value,
         )
 
     def allreduce_sparse(self, tensor: torch.Tensor, op: ReduceOp, timeout_s: float) -> OperationWork:
@@ -156,11 +171,14 @@ class Calls:
             raise ValueError("allreduce of sparse tensors is a sum; other reductions are not defined")
         begin = time.monotonic()
         title = f"{BACKEND_NAME}:sparse_all_reduce"
+        token = call_here.set(("all_reduce", self.place))
         try:
             with operator_event("allreduce_"):
                 works, finish = allreduce_sparse(self._group, tensor, timeout_s)
         except TotalReduceError as error:
             raise as_torch_error(error, title) from error
+        finally:
+            call_here.reset(token)
         left_s = timeout_s - (time.monotonic() - begin)
         return OperationWork(works, [tensor], title=title, timeout_s=left_s, callbacks=self.callbacks, staged=finish)
 
@@ -206,6 +224,14 @@ def operator_event(operator: str) -> AbstractContextManager[object]:
     return torch._C._profiler._RecordFunctionFast(f"c10d::{operator}")
 
 
+def place_of(name: str, description: str, ranks: Sequence[int]) -> str:
+    """Return how messages call a process group behind the number of a collective, from torch's names for it."""
+    if description == "default_pg":
+        return "of the default group"
+    shown = f"ranks {', '.join(map(str, ranks))}" if len(ranks) <= _RANKS_SHOWN else f"{len(ranks)} ranks"
+    return f"of group {name if description == 'undefined' else description!r} ({shown})"
+
+
 def _as_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
@@ -239,6 +265,15 @@ def root_of(opts: Any, named: Mapping[str, int]) -> int:
     if "root" in named:
         return named["root"]
     return 0 if opts is None else int(getattr(opts, "rootRank", opts))
+
+
+def rows_of(tensors: list[torch.Tensor]) -> list[Any]:
+    """Return the value of the future of an all_gather: tensors of one shape as the rows of one tensor, as NCCL's.
+
+    The quantisation hooks of DistributedDataParallel index it so.
+    """
+    is_even = all(tensor.shape == tensors[0].shape for tensor in tensors)
+    return [torch.stack(tensors)] if is_even else [tensors]
 
 
 def single_tensor(tensors: Tensors, what: str) -> torch.Tensor:

@@ -27,9 +27,11 @@ from totalreduce.c10d.calls import (
     one_list,
     operator_event,
     options_for,
+    place_of,
     reduce_op_of,
     reduction_of,
     root_of,
+    rows_of,
     single_tensor,
     split_sizes,
 )
@@ -202,7 +204,7 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
         def submit(host: Host) -> list[Work]:
             return [self.group.allgather([host(output) for output in listed], host(tensor))]
 
-        return self._start("all_gather", opts, submit, [listed], [tensor], listed)
+        return self._start("all_gather", opts, submit, [listed], [tensor], listed, value=lambda: rows_of(listed))
 
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
@@ -375,6 +377,7 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
         self._group_description = description
+        self._calls.place = place_of(self._group_name, description, self.group.ranks)
 
     def get_group_store(self) -> c10d.Store:
         return self._store

@@ -7,9 +7,10 @@ threads.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, final
 
@@ -17,19 +18,25 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
+from totalreduce.c10d.advice import ddp_advice
 from totalreduce.c10d.callbacks import Callbacks
+from totalreduce.c10d.futures import follow, in_backward
 from totalreduce.foundation.checks import SECONDS_MAX
-from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, PeerLost, TotalReduceError
+from totalreduce.foundation.errors import (
+    ConfigurationError,
+    DeadlineExceededError,
+    MismatchError,
+    PeerLost,
+    TotalReduceError,
+)
+from totalreduce.groups.calling import Origin, Unknown, surroundings
 from totalreduce.tensors.compilation import never_compiled
-from totalreduce.tensors.work import when_all_done
+from totalreduce.tensors.work import operation_of, when_all_done
 
 if TYPE_CHECKING:
     from totalreduce.tensors.work import Work as GroupWork
 
 __all__ = ["Finish", "OperationWork", "as_torch_error", "begin_record", "seconds_of"]
-
-#: Torch's number of the backward pass outside a backward pass.
-_NO_BACKWARD = -1
 
 
 @final
@@ -80,18 +87,20 @@ class OperationWork(Work):
         callbacks: Callbacks,
         record: Record | None = None,
         staged: Finish | None = None,
+        value: Callable[[], Any] | None = None,
     ) -> None:
         """Make the handle of operations that have been submitted, with a deadline in seconds from now.
 
-        ``result`` is the value of the future: the outputs, nested as gloo nests them. ``record`` ends with the
-        operation; ``staged`` is its last part, on this rank.
+        ``result`` are the outputs, nested as gloo nests them, and the value of the future unless ``value`` returns
+        another one. ``record`` ends with the operation; ``staged`` is its last part, on this rank.
         """
         super().__init__()
-        self._works, self._result, self._title = works, result, title
+        self._works, self._result, self._title, self._value = works, result, title, value
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._callbacks = callbacks
         self._record = record
+        self._caller = surroundings.get()
         self._staged = staged
         self._lock = threading.Lock()
         self._error: BaseException | None = None
@@ -174,7 +183,7 @@ class OperationWork(Work):
         Within a backward pass DistributedDataParallel asks for it and waits in C++ when the pass ends, where the error
         of a future is a bare ``RuntimeError``. A wait in Python, before that one, raises the error itself.
         """
-        if torch._C._current_graph_task_id() != _NO_BACKWARD:
+        if in_backward():
             torch.autograd.Variable._execution_engine.queue_callback(self.block_current_stream)
         with self._lock:
             if self._future is None:
@@ -182,6 +191,7 @@ class OperationWork(Work):
                 # a future makes the streams of those that wait for it wait for the kernels of its callbacks.
                 gate: torch.futures.Future[None] = torch.futures.Future(devices=self._devices())
                 self._future = gate.then(lambda _: self._outcome())
+                follow(self._future, functools.partial(_origin, self._works, self._caller))
                 if all(work.done() for work in self._works):
                     gate.set_result(None)
                 else:
@@ -215,7 +225,7 @@ class OperationWork(Work):
             raise error
         if self._staged is not None:
             self._staged.finish(blocking=True)
-        return self._result
+        return self._result if self._value is None else self._value()
 
     def _late(self, cause: DeadlineExceededError | None) -> BaseException:
         text = str(cause) if cause is not None else f"after {self._timeout_s:g} s"
@@ -225,6 +235,17 @@ class OperationWork(Work):
 def seconds_of(timeout: timedelta) -> float:
     """Return a time-out of torch in seconds. A longer one, such as ``timedelta.max``, becomes ``SECONDS_MAX``."""
     return min(timeout.total_seconds(), SECONDS_MAX)
+
+
+def _origin(works: Sequence[GroupWork], caller: Origin | Unknown | None) -> Origin | None:
+    """Return the origin of what callbacks of a future start: the first operation; ``caller``: where it was submitted.
+
+    It is no method of ``OperationWork``: what is known of a future must not refer to the future.
+    """
+    operation = operation_of(works[0]) if works else None
+    if operation is None:
+        return None
+    return Origin.of_operation(operation.key, operation.ranks, operation.name, caller)
 
 
 def _flat(result: Any) -> Any:
@@ -244,9 +265,11 @@ def as_torch_error(error: BaseException, what: str = "") -> BaseException:
     """
     if not isinstance(error, TotalReduceError) or isinstance(error, ConfigurationError):
         return error
-    text = str(error)
+    text = " ".join([str(error), *getattr(error, "__notes__", ())])
     if isinstance(error, DeadlineExceededError):
         text = f"{what}: Timed out ({text})" if what else text
+    if isinstance(error, (DeadlineExceededError, MismatchError)) and (advice := ddp_advice(error)):
+        text = f"{text} {advice}"
     translated = dist.DistBackendError(text)
     if isinstance(error, PeerLost):
         translated.rank = error.rank  # type: ignore[attr-defined]

@@ -12,9 +12,11 @@ import torch
 
 from totalreduce.engine.submission import Submission
 from totalreduce.foundation import checks
+from totalreduce.foundation.call_names import UNNAMED
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import Algorithm, OpKind, ReduceOp
 from totalreduce.groups import checked
+from totalreduce.groups.calling import call_here
 from totalreduce.groups.checked import Blocks, CheckedOperation
 from totalreduce.groups.operations import Operations, PreparedOperation
 from totalreduce.native.coordinator import Coordinator
@@ -42,7 +44,7 @@ class Options(NamedTuple):
     @property
     def shown(self) -> str:
         """The name in messages; checked."""
-        return "unnamed" if self.name is None else checks.operation_name(self.name)
+        return call_here.get()[0] or UNNAMED if self.name is None else checks.operation_name(self.name)
 
     @property
     def algorithm(self) -> str:

@@ -20,6 +20,7 @@ from totalreduce.foundation.call_names import UNNAMED
 from totalreduce.foundation.errors import ConfigurationError, GroupClosed
 from totalreduce.foundation.types import successor_name
 from totalreduce.groups import checked
+from totalreduce.groups.calling import call_here, origin_of_call, surroundings
 from totalreduce.groups.checked import CheckedOperation
 from totalreduce.runner.handle import Handle
 from totalreduce.runner.runner import Runner
@@ -109,6 +110,7 @@ class Operations:
         self, operation: CheckedOperation, name: str | None, priority: int, timeout_s: float | None = None
     ) -> PreparedOperation:
         """Return an operation that can be started again and again; the arguments are those of ``submit``."""
+        _check_not_in_callback(name)
         return PreparedOperation(self, operation, *self.submission(operation, name, priority, timeout_s))
 
     def submission(
@@ -124,8 +126,27 @@ class Operations:
     ) -> tuple[Submission, float]:
         """Return what ``start`` needs besides an operation; the arguments are those of ``submit``."""
         patience_s, priority = self.patience(timeout_s), checks.priority(priority)
+        title, place, once = "", "", ""
+        if name is None:
+            title, place = call_here.get()
+            origin = origin_of_call()
+            if origin is not None:
+                once, place = origin.name_next(self.scope, self.ranks)
+                title = f"{title or operation.signature.kind.name.lower()} {place}"
+        elif scope is _MESSAGES and ranks is not None:
+            title = f"message from rank {ranks[0]} to rank {ranks[1]} with tag {name.rpartition(' ')[2]}"
+            title += _of_place()
         submission = Submission(
-            name, operation.signature, operation.buffers, ranks or self.ranks, self.scope + scope, repeats, priority
+            name,
+            operation.signature,
+            operation.buffers,
+            ranks or self.ranks,
+            self.scope + scope,
+            repeats,
+            priority,
+            title,
+            place,
+            once,
         )
         return submission, patience_s
 
@@ -160,7 +181,8 @@ class Operations:
     def receive_any(self, tensor: torch.Tensor, tag: int, priority: int, timeout_s: float | None) -> Work:
         """Receive a tensor from the rank of the group that sends first (see ``Group.recv``)."""
         self._check_open()
-        patience_s, name = self.patience(timeout_s), "a message from any rank"
+        patience_s = self.patience(timeout_s)
+        name = f"a message from any rank with tag {tag}{_of_place()}"
         operation = checked.message(tensor, name, writes=True)
         candidates = {
             rank: _message_name(place, self.rank, tag) for place, rank in enumerate(self.ranks) if place != self.rank
@@ -174,7 +196,7 @@ class Operations:
         self.claim(operands, patience_s)
         try:
             operands.prepare()
-            handle = Handle(operands.end)
+            handle = Handle(operands.end, name)
             self.runner.receive_any(AnyReceive(candidates, operation.signature, buffer, scope, priority, handle))
         except BaseException:
             operands.end(well=False)
@@ -332,7 +354,20 @@ class PreparedOperation:
                 f"{self._submission.name!r}: the tensor of this prepared operation was given other memory "
                 "(by .data = …, set_ or resize_): prepare the operation again"
             )
+        _check_not_in_callback(self._submission.name)
         return self._operations.start(self._operation, self._submission, self._patience_s)
+
+
+def _of_place() -> str:
+    """Return which group a message belongs to, where torch.distributed sends it; else ""."""
+    place = call_here.get()[1]
+    return f" {place}" if place else ""
+
+
+def _check_not_in_callback(name: str | None) -> None:
+    """Refuse a prepared operation without a name in a callback of a future, where its number would not be certain."""
+    if name is None and surroundings.get() is not None:
+        raise ConfigurationError("a callback of a future uses a prepared operation without a name: prepare it with one")
 
 
 def _message_name(src: int, dst: int, tag: int) -> str:

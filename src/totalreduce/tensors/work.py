@@ -13,7 +13,7 @@ from totalreduce.foundation import checks
 from totalreduce.foundation.types import OpKind
 from totalreduce.tensors.compilation import never_compiled
 
-__all__ = ["PendingOperation", "Waiter", "Work", "when_all_done"]
+__all__ = ["PendingOperation", "Waiter", "Work", "operation_of", "when_all_done"]
 
 
 class PendingOperation(Protocol):
@@ -124,6 +124,11 @@ class Work:
             raise error.with_traceback(None)  # an earlier traceback would keep the frames of its caller alive
         result = self._result() if callable(self._result) else self._result
         return result if result is not None else torch.empty(0, dtype=torch.float32, device="cpu")
+
+
+def operation_of(work: Work) -> Operation | None:
+    """Return the engine's operation of a handle; ``None`` before it is known, and for a native library."""
+    return work._handle.operation
 
 
 def when_all_done(works: Sequence[Work], callback: Callable[[], None], *, or_failed: bool = False) -> None:
