@@ -194,7 +194,7 @@ def test_wrong_arguments_are_value_errors(run):
     start()
     texts = []
     for wrong in (
-        lambda: dist.all_reduce(torch.ones(2), dist._make_nccl_premul_sum(2.0)),
+        lambda: dist.all_reduce(torch.ones(2, dtype=torch.int32), dist._make_nccl_premul_sum(2.0)),
         lambda: dist.all_reduce(torch.ones(2).to_sparse(), dist.ReduceOp.MAX),
         lambda: dist.all_to_all_single(torch.empty(3), torch.ones(3)),
         lambda: dist.all_to_all_single(torch.empty(4), torch.ones(4), [1, 1], [1, 1]),

@@ -5,8 +5,10 @@ import sys
 import tomllib
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import totalreduce
@@ -104,10 +106,14 @@ def test_errors_in_torchs_words():
 
 def test_reductions():
     for name in ("SUM", "AVG", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR"):
-        assert reduction_of(getattr(dist.ReduceOp, name)) is ReduceOp[name]
-        assert reduction_of(dist.ReduceOp(getattr(dist.ReduceOp, name))) is ReduceOp[name]
-    with pytest.raises(ValueError, match="PREMUL_SUM"):
-        reduction_of(dist._make_nccl_premul_sum(0.5))
+        assert reduction_of(getattr(dist.ReduceOp, name)) == (ReduceOp[name], None)
+        assert reduction_of(dist.ReduceOp(getattr(dist.ReduceOp, name))) == (ReduceOp[name], None)
+    assert reduction_of(dist._make_nccl_premul_sum(0.5)) == (ReduceOp.SUM, 0.5)
+    assert reduction_of(dist._make_nccl_premul_sum(torch.tensor([0.25]))) == (ReduceOp.SUM, torch.tensor(0.25))
+    with pytest.raises(ValueError, match="PREMUL_SUM has no factor"):
+        reduction_of(dist.ReduceOp.PREMUL_SUM)
+    with pytest.raises(ValueError, match=r"Cannot use ReduceOp\.NEW"):
+        reduction_of(SimpleNamespace(op=SimpleNamespace(name="NEW", value=99)))
 
 
 def test_frameworks_learn_the_name_when_they_are_imported():

@@ -15,9 +15,10 @@ from torch.autograd.graph import increment_version
 from totalreduce.c10d.callbacks import Callbacks
 from totalreduce.c10d.names import BACKEND_NAME
 from totalreduce.c10d.pinned_memory import Stager
+from totalreduce.c10d.premultiplied import Factor, factor_of, multiplied
 from totalreduce.c10d.sparse import allreduce_sparse
 from totalreduce.c10d.work import OperationWork, as_torch_error, begin_record, seconds_of
-from totalreduce.foundation.errors import ConfigurationError, TotalReduceError
+from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, TotalReduceError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.calling import call_here
 from totalreduce.groups.group import Group
@@ -62,15 +63,19 @@ _COUNTED = frozenset({"all_gather", "gather", "reduce_scatter", "all_to_all"})
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 #: From a tensor to its counterpart in host memory.
 Host = Callable[[torch.Tensor], torch.Tensor]
-_REDUCTIONS = {
-    dist.ReduceOp.SUM: ReduceOp.SUM,
-    dist.ReduceOp.AVG: ReduceOp.AVG,
-    dist.ReduceOp.MIN: ReduceOp.MIN,
-    dist.ReduceOp.MAX: ReduceOp.MAX,
-    dist.ReduceOp.PRODUCT: ReduceOp.PRODUCT,
-    dist.ReduceOp.BAND: ReduceOp.BAND,
-    dist.ReduceOp.BOR: ReduceOp.BOR,
-    dist.ReduceOp.BXOR: ReduceOp.BXOR,
+#: By the number of torch's member, of which the hash and the comparison take longer.
+_REDUCTIONS: dict[int, tuple[ReduceOp, None]] = {
+    theirs.value: (ours, None)
+    for theirs, ours in (
+        (dist.ReduceOp.SUM, ReduceOp.SUM),
+        (dist.ReduceOp.AVG, ReduceOp.AVG),
+        (dist.ReduceOp.MIN, ReduceOp.MIN),
+        (dist.ReduceOp.MAX, ReduceOp.MAX),
+        (dist.ReduceOp.PRODUCT, ReduceOp.PRODUCT),
+        (dist.ReduceOp.BAND, ReduceOp.BAND),
+        (dist.ReduceOp.BOR, ReduceOp.BOR),
+        (dist.ReduceOp.BXOR, ReduceOp.BXOR),
+    )
 }
 
 
@@ -165,9 +170,20 @@ class Calls:
             value=value,
         )
 
-    def allreduce_sparse(self, tensor: torch.Tensor, op: ReduceOp, timeout_s: float) -> OperationWork:
+    def multiply(
+        self, tensors: list[torch.Tensor], factor: Factor, timeout_s: float, *, in_place: bool = False
+    ) -> list[torch.Tensor]:
+        """Return the products that a PREMUL_SUM adds up (see ``premultiplied``)."""
+        try:
+            return multiplied(self._group, tensors, factor, timeout_s, in_place=in_place)
+        except DeadlineExceededError as error:
+            raise as_torch_error(error, f"{BACKEND_NAME}:PREMUL_SUM") from error
+
+    def allreduce_sparse(
+        self, tensor: torch.Tensor, op: ReduceOp, factor: Factor | None, timeout_s: float
+    ) -> OperationWork:
         """Submit the sum of a sparse tensor, in place."""
-        if op is not ReduceOp.SUM:
+        if op is not ReduceOp.SUM or factor is not None:
             raise ValueError("allreduce of sparse tensors is a sum; other reductions are not defined")
         begin = time.monotonic()
         title = f"{BACKEND_NAME}:sparse_all_reduce"
@@ -183,9 +199,12 @@ class Calls:
         return OperationWork(works, [tensor], title=title, timeout_s=left_s, callbacks=self.callbacks, staged=finish)
 
     def reduce_scatter_singles(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], op: ReduceOp, opts: Any, result: Any
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any, result: Any
     ) -> OperationWork:
         """Submit reduce-scatters of tensors, each of which holds the blocks of all ranks."""
+        op, factor = reduction_of(reduce_op_of(opts))
+        if factor is not None:
+            inputs = self.multiply(inputs, factor, self.seconds(opts))
         for output, tensor in zip(outputs, inputs, strict=True):
             if tensor.numel() != self._group.world_size * output.numel():
                 raise ValueError("input tensor must be the same size as output size times world size")
@@ -307,16 +326,19 @@ def split_sizes(tensor: torch.Tensor, sizes: Sequence[int] | None, world_size: i
     return list(sizes)
 
 
-def reduction_of(op: Any) -> ReduceOp:
-    """Return the reduction for torch's ``ReduceOp`` (or its ``RedOpType``).
+def reduction_of(op: Any) -> tuple[ReduceOp, Factor | None]:
+    """Return the reduction for torch's ``ReduceOp`` (or its ``RedOpType``), and the factor of a ``PREMUL_SUM``.
 
     Raises:
-        ValueError: ``PREMUL_SUM``, which only NCCL has.
+        ValueError: A reduction that this library does not know, or a ``PREMUL_SUM`` without a factor.
     """
     kind = getattr(op, "op", op)
-    if kind not in _REDUCTIONS:
-        raise ValueError(f"Cannot use ReduceOp.{getattr(kind, 'name', kind)} with totalreduce; scale the tensor first")
-    return _REDUCTIONS[kind]
+    known = _REDUCTIONS.get(getattr(kind, "value", -1))
+    if known is not None:
+        return known
+    if kind == dist.ReduceOp.PREMUL_SUM:
+        return ReduceOp.SUM, factor_of(op)
+    raise ValueError(f"Cannot use ReduceOp.{getattr(kind, 'name', kind)} with totalreduce")
 
 
 def arithmetic_view(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:

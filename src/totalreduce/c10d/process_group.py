@@ -114,9 +114,11 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
         tensor = single_tensor(tensors, "allreduce")
         if other := self._other(tensor):
             return other.allreduce([tensor], options_for(opts, c10d.AllreduceOptions))
-        op = reduction_of(reduce_op_of(opts))
+        op, factor = reduction_of(reduce_op_of(opts))
         if tensor.layout is torch.sparse_coo:
-            return self._calls.allreduce_sparse(tensor, op, self._calls.seconds(opts, timeout))
+            return self._calls.allreduce_sparse(tensor, op, factor, self._calls.seconds(opts, timeout))
+        if factor is not None:
+            self._calls.multiply([tensor], factor, self._calls.seconds(opts, timeout), in_place=True)
 
         def submit(host: Host) -> list[Work]:
             return [self.group.allreduce(arithmetic_view(host(tensor), op), op=op)]
@@ -129,7 +131,9 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
         listed = list(tensors)
         if other := self._other(listed[0]):
             return other.allreduce_coalesced(listed, options_for(opts, c10d.AllreduceCoalescedOptions))
-        op = reduction_of(reduce_op_of(opts))
+        op, factor = reduction_of(reduce_op_of(opts))
+        if factor is not None:
+            self._calls.multiply(listed, factor, self._calls.seconds(opts), in_place=True)
 
         def submit(host: Host) -> list[Work]:
             return [self.group.allreduce(arithmetic_view(host(tensor), op), op=op) for tensor in listed]
@@ -143,7 +147,10 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
         tensor, root_rank = single_tensor(tensors, "reduce"), root_of(opts, root)
         if other := self._other(tensor):
             return other.reduce([tensor], options_for(opts, c10d.ReduceOptions, op=op, root=root_rank))
-        kind = reduction_of(reduce_op_of(opts) if op is None else op)
+        kind, factor = reduction_of(reduce_op_of(opts) if op is None else op)
+        if factor is not None:
+            takes_result, seconds = self.group.rank == root_rank, self._calls.seconds(opts, timeout)
+            [tensor] = self._calls.multiply([tensor], factor, seconds, in_place=takes_result)
 
         def submit(host: Host) -> list[Work]:
             return [self.group.reduce(arithmetic_view(host(tensor), kind), root=root_rank, op=kind)]
@@ -156,7 +163,9 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
         tensor, blocks = single_tensor(outputs, "reduce_scatter"), one_list(inputs)
         if other := self._other(tensor):
             return other.reduce_scatter([tensor], [blocks], options_for(opts, c10d.ReduceScatterOptions))
-        op = reduction_of(reduce_op_of(opts))
+        op, factor = reduction_of(reduce_op_of(opts))
+        if factor is not None:
+            blocks = self._calls.multiply(blocks, factor, self._calls.seconds(opts))
 
         def submit(host: Host) -> list[Work]:
             numbers = [arithmetic_view(host(block), op) for block in blocks]
@@ -168,8 +177,7 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
         """Give each rank its share of the sum of one tensor."""
         if other := self._other(input):
             return other.reduce_scatter_single(output, input, options_for(opts, c10d.ReduceScatterOptions))
-        op = reduction_of(reduce_op_of(opts))
-        return self._calls.reduce_scatter_singles([output], [input], op, opts, output)
+        return self._calls.reduce_scatter_singles([output], [input], opts, output)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
@@ -178,8 +186,7 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
         received, sent = list(outputs), list(inputs)
         if other := self._other(sent[0]):
             return other.reduce_scatter_single_coalesced(received, sent, options_for(opts, c10d.ReduceScatterOptions))
-        op = reduction_of(reduce_op_of(opts))
-        return self._calls.reduce_scatter_singles(received, sent, op, opts, received)
+        return self._calls.reduce_scatter_singles(received, sent, opts, received)
 
     # ----------------------------------------------------------------------------------------------------- movement
 
