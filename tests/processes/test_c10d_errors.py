@@ -60,6 +60,48 @@ def test_models_that_differ_are_recognised_in_the_constructor_of_ddp(fleet):
     assert "DistributedDataParallel copies the parameters and buffers of one rank to all others here" in zero["alone"]
 
 
+def test_an_error_in_a_hooks_callback_ends_the_backward_pass_as_it_is(fleet):
+    source = """
+    from torch import nn
+
+    def fail(future):
+        raise KeyError("in a callback")
+
+    def value(future):
+        return future.value()[0]
+
+    def differ(future):
+        dist.all_reduce(torch.ones(3 + rank))
+        return value(future)
+
+    said = []
+    for callbacks in ([fail, value], [value, fail], [differ], [value]):
+        model = nn.parallel.DistributedDataParallel(nn.Linear(4, 3), bucket_cap_mb=0.00001)
+
+        def hook(state, bucket, callbacks=callbacks):
+            future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+            for callback in callbacks:
+                future = future.then(callback)
+            return future
+
+        model.register_comm_hook(None, hook)
+        try:
+            model(torch.ones(2, 4)).sum().backward()
+            said.append(["", ""])
+        except Exception as error:
+            said.append([type(error).__name__, str(error)])
+        dist.barrier()
+    say("result", said=said)
+    dist.destroy_process_group()
+    """
+    for facts in run(fleet, 2, source):
+        first, last, mismatch, fine = facts["said"]
+        assert first == last == ["KeyError", "'in a callback'"]
+        assert mismatch[0] == "DistBackendError"
+        assert re.search(r"all_reduce #0 in a callback of all_reduce #\d+ of the default group: rank", mismatch[1])
+        assert fine == ["", ""]
+
+
 def test_messages_that_do_not_come_name_sender_receiver_and_tag(fleet):
     source = """
     import os
