@@ -138,10 +138,10 @@ def test_what_is_in_flight_ends_before_the_tensor_is_multiplied() -> None:
     told = threading.Event()
 
     def body(made: Any) -> float:
-        tensor = torch.full((1000,), 1.0)
+        tensor = torch.full((1000,), 2.0)
         if made.rank() == 2:
             assert told.wait(20)
-        first = made.allreduce([tensor])
+        first = made.allreduce([tensor], dist.ReduceOp.PRODUCT)
         if made.rank() == 0:
             assert not first.is_completed()
             threading.Thread(target=tell_when_it_waits, args=(made.group.operations._memory, told)).start()
@@ -149,7 +149,7 @@ def test_what_is_in_flight_ends_before_the_tensor_is_multiplied() -> None:
         second.wait()
         return tensor.unique().item()
 
-    assert run(body) == [3.0 * 10.0 * SIZE] * SIZE
+    assert run(body) == [2.0**SIZE * 10.0 * SIZE] * SIZE
 
 
 def test_what_cannot_be_multiplied() -> None:
