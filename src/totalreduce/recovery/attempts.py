@@ -4,8 +4,10 @@ Unlike the blocks of ``job``, a step has no vote: each rank counts the steps tha
 Ranks can differ by one step when the group ends, because the last message of a step reaches some ranks and not others.
 The next attempt begins with the state of a rank that has taken the most steps, so no step is lost that any of the
 remaining ranks has taken. What the step that is repeated has changed before ``optimizer.step()`` (buffers such as
-running statistics, values, hyper-parameters) is undone, so each commit keeps copies of these; of parameters and of the
-optimizer's state there are none. That needs nothing of the program but that it finds its place by the state.
+running statistics, values, hyper-parameters) is undone, so each commit keeps copies of these. Of parameters and of the
+optimizer's state there are none, unless collectives come between a step and its commit; a rank that has others than at
+its last commit gives them to nobody (``weights``). That needs nothing of the program but that it finds its place by the
+state.
 
 A model that FSDP2 shards is bound to one group, so the program builds it in each attempt and passes its state to
 ``Attempt.synchronize`` (``ShardedAttempts``). The shards of a lost rank come from copies (``copies``), and all ranks go

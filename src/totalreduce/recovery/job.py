@@ -7,7 +7,8 @@ come to it can finish the block without the others. So after a loss all survivor
 it, and none needs the parameters of another one. Only a process that was just started gets the state of a survivor.
 
 What a block may change before the vote is small (``State.keep``): gradients, random numbers, buffers of the model,
-positions, values. Residuals and parameters change after it (``Round.finish``), so undoing a block copies neither.
+positions, values. Residuals and parameters change after it (``Round.finish``), so undoing a block copies neither; but a
+program may change parameters before it (``weights``).
 """
 
 from __future__ import annotations
