@@ -18,6 +18,8 @@ from totalreduce.testing.simulation import SimulatedCluster, TimedSubmission
 from totalreduce.transports.simulated import LinkModel, SimulatedNetwork
 
 SILENCE_S = 2.0
+#: How long after each other the ranks notice a fault: together, within a few messages, and later than they hear of it.
+SPREADS_S = (0.0, 1e-3, 0.05)
 ROOTED = (OpKind.BROADCAST, OpKind.REDUCE, OpKind.GATHER, OpKind.SCATTER)
 
 
@@ -53,8 +55,9 @@ def make_job(
     collectives: list[Collective] | None = None,
     has_late_rank: bool = False,
 ) -> Job:
-    """Prepare a job. ``fault``: ``"crash"`` or ``"cut"``. By default several allreduces and one of everything else.
+    """Prepare a job; by default several allreduces and one of everything else.
 
+    ``fault``: ``"crash"``; ``"stop"``: a rank falls silent; or ``"cut"``: a link does.
     ``has_late_rank``: one rank submits when the others have submitted everything; and there is four times as much.
     """
     generator = random.Random(seed)
@@ -92,6 +95,8 @@ def make_job(
             cluster.submit(rank, submission)
     if fault == "crash" and size > 1:
         _crash(job, generator)
+    elif fault == "stop":
+        _stop(job, generator)
     elif fault == "cut" and size > 1:
         _cut(job, generator)
     return job
@@ -195,7 +200,17 @@ def _crash(job: Job, generator: random.Random) -> None:
     victim = generator.randrange(network.world_size)
     job.fault_at_s = generator.random() * 0.02
     job.dead = job.culprits = (victim,)
-    network.at(job.fault_at_s, lambda: network.crash(victim))
+    spread_s = generator.choice(SPREADS_S)
+    network.at(job.fault_at_s, lambda: network.crash(victim, spread_s=spread_s))
+
+
+def _stop(job: Job, generator: random.Random) -> None:
+    network = job.cluster.network
+    victim = generator.randrange(network.world_size)
+    job.fault_at_s = generator.random() * 0.02
+    job.dead = job.culprits = (victim,)
+    spread_s = generator.choice(SPREADS_S)
+    network.at(job.fault_at_s, lambda: network.stop(victim, spread_s=spread_s))
 
 
 def _cut(job: Job, generator: random.Random) -> None:

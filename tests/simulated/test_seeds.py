@@ -1,9 +1,10 @@
 """Whole jobs in virtual time: no hang, no wrong value, the culprit named, and the same seed gives the same events."""
 
+import functools
 import time
 
 import pytest
-from jobs import ROOTED, make_job, run_job
+from jobs import ROOTED, Job, make_job, run_job
 
 from totalreduce.engine import early
 from totalreduce.engine.entries import Entries
@@ -11,6 +12,7 @@ from totalreduce.foundation.errors import PeerLost
 from totalreduce.foundation.types import Algorithm, OpKind
 from totalreduce.schedules import algorithms_of
 from totalreduce.testing.conformance_oracle import Collective
+from totalreduce.testing.simulation import TimedSubmission
 
 FAULTS = (None, None, "crash", "cut")
 
@@ -83,6 +85,34 @@ def test_a_loss_in_the_middle_of_a_collective_is_named_on_every_survivor(kind: O
         assert all(isinstance(submission.error, PeerLost) for submission in after)
         lost += sum(s.error is not None for (rank, _), s in job.submissions.items() if rank not in job.dead)
     assert lost > 6
+
+
+@pytest.mark.parametrize("fault", ["crash", "stop"])
+@pytest.mark.parametrize("world_size", [3, 4, 5, 8])
+def test_ranks_that_end_at_their_error_are_not_taken_for_its_cause(world_size: int, fault: str) -> None:
+    """Every survivor names the first victim, although each ends as soon as its program has an error."""
+    ended = 0
+    for seed in range(20 if world_size < 8 else 6):
+        job = make_job(seed, fault=fault, world_size=world_size)
+        gone = end_at_errors(job)
+        run_job(job)
+        assert gone <= set(range(world_size)) - set(job.dead)
+        ended += len(gone)
+    assert ended > 6
+
+
+def end_at_errors(job: Job) -> set[int]:
+    """Have each rank crash at its first error; return the set of the ranks that have."""
+    gone: set[int] = set()
+
+    def on_done(rank: int, submission: TimedSubmission) -> None:
+        if submission.error is not None and rank not in (*job.dead, *gone):
+            gone.add(rank)
+            job.cluster.network.crash(rank)
+
+    for (rank, _), submission in job.submissions.items():
+        submission.on_done = functools.partial(on_done, rank, submission)
+    return gone
 
 
 @pytest.mark.parametrize("world_size", [2, 3, pytest.param(8, marks=pytest.mark.slow)])

@@ -11,7 +11,7 @@ from totalreduce.foundation.errors import ProtocolError
 
 def make_channels() -> Channels:
     outbox = Outbox(EngineConfig(), 0)
-    return Channels(outbox, Members(0, 3, outbox))
+    return Channels(outbox, Members(0, 3))
 
 
 class Recorder:

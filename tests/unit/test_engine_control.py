@@ -15,7 +15,7 @@ from totalreduce.engine.control import (
     decode_mismatch,
     encode_mismatch,
 )
-from totalreduce.foundation.errors import MismatchError, PeerLost, ProtocolError
+from totalreduce.foundation.errors import MismatchError, ProtocolError
 
 
 def test_what_is_encoded_comes_back() -> None:
@@ -27,8 +27,10 @@ def test_what_is_encoded_comes_back() -> None:
         with pytest.raises(ProtocolError, match="rank 1 asks for a message that is"):
             StatusRequest.decode(json.dumps({"name": "w", "message": other}).encode(), 1)
     assert StatusReply.decode(StatusReply(True, "2 of 3").encode(), 1) == (True, "2 of 3")
-    notice = LossNotice.of(PeerLost(2, "its connection ended"))
-    assert LossNotice.decode(notice.encode(), 1, 3) == (2, "its connection ended (reported by rank 1)")
+    notice = LossNotice.decode(LossNotice(2, "its connection ended").encode(), 1, 3)
+    assert notice == (2, "its connection ended", 1)
+    assert notice.text == "its connection ended (reported by rank 1)"
+    assert LossNotice.decode(notice.encode(), 0, 3) == notice  # whoever passes it on
     error = decode_mismatch(encode_mismatch(MismatchError("w", (0, 1), ("a", "b"))), 1)
     assert (error.tensor, error.ranks, error.values) == ("w", (0, 1), ("a", "b"))
     assert Farewell().encode() == b""
@@ -40,7 +42,7 @@ def test_what_is_encoded_comes_back() -> None:
     after = Farewell("", LossNotice(2, "it has closed the group"))
     assert Farewell.decode(after.encode(), 1, 3) == (
         "it has closed the group",
-        (2, "it has closed the group (reported by rank 1)"),
+        (2, "it has closed the group", 1),
     )
 
 
@@ -71,9 +73,10 @@ def test_no_json_object(body: bytes) -> None:
 
 
 @pytest.mark.parametrize("rank", [-1, 2, 1.0, "1", None, [1]])
-def test_the_loss_of_no_rank(rank: object) -> None:
-    with pytest.raises(ProtocolError, match=r"rank 1 reports the loss of .*, which is no rank"):
-        LossNotice.decode(json.dumps({"rank": rank}).encode(), 1, 2)
+@pytest.mark.parametrize("field", ["rank", "reporter"])
+def test_the_loss_of_no_rank(field: str, rank: object) -> None:
+    with pytest.raises(ProtocolError, match=r"rank 1 says that .* reports the loss of .*: there is no such rank"):
+        LossNotice.decode(json.dumps({"rank": 0, field: rank}).encode(), 1, 2)
 
 
 @pytest.mark.parametrize("change", [{"ranks": 3}, {"ranks": ["x"]}, {"values": None}, {"ranks": [1e999]}])

@@ -28,6 +28,7 @@ from totalreduce.engine.scratch import ScratchPool
 from totalreduce.engine.signatures import SignatureExchange
 from totalreduce.engine.submission import Submission
 from totalreduce.engine.table import OperationTable
+from totalreduce.engine.telling import Telling
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.errors import GroupClosed, MismatchError, PeerLost, ProtocolError
 from totalreduce.foundation.header import Flag, Frame, Header
@@ -44,11 +45,12 @@ class Parts:
         self.counters = Counters()
         self.table = OperationTable(self.counters)
         self.outbox = Outbox(SMALL, 0)
-        self.members = Members(0, 3, self.outbox)
+        self.members = Members(0, 3)
         self.floating = FloatingStore(share)
         self.entries = Entries(self.outbox, self.table.early.allowance.share)
+        self.telling = Telling(0, self.outbox, self.entries, self.members)
         self.rendezvous = Rendezvous(SMALL, self.table, self.floating, self.outbox, self.entries, self.counters)
-        self.signatures = SignatureExchange(0, self.table, self.entries, self.members, self.counters)
+        self.signatures = SignatureExchange(0, self.table, self.entries, self.members, self.telling, self.counters)
         self.planner = Planner(0, range(3), self.table.names, SMALL, shared_memory=True)
 
     def submit(self, name: str = "w", elements: int = 20) -> Operation:
@@ -449,14 +451,15 @@ def test_ranks_that_have_left_are_told_nothing() -> None:
     parts = Parts()
     parts.members.check_usable()
     parts.members.departed[2] = "it has closed the group"
-    lost = PeerLost(1, "its connection ended")
-    parts.members.tell_of_loss(LossNotice(0, "its connection ended"))
+    lost = LossNotice(1, "its connection ended")
+    parts.telling.tell(parts.members.everybody, Frame.LOST, lost.encode(), (9, 3))
     assert parts.frames(0) == parts.frames(2) == []
     assert parts.members.others((2, 1, 0)) == [1]
     message = parts.outbox.take_control(1)
     assert message.body is not None
-    assert json.loads(bytes(message.body)) == {"rank": 0, "reason": "its connection ended"}
-    parts.members.lost = lost
+    assert json.loads(bytes(message.body)) == {"rank": 1, "reason": "its connection ended"}
+    assert Header.unpack(message.header).operation == 9
+    parts.members.lost = lost.error()
     with pytest.raises(PeerLost, match="rank 1 is lost: its connection ended"):
         parts.members.check_usable()
     parts.members.closed = True

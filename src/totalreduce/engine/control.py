@@ -10,7 +10,7 @@ All ``decode`` functions raise ``ProtocolError`` for a body that no correct rank
 from __future__ import annotations
 
 import json
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from totalreduce.foundation.checks import NAME_BYTES_MAX
 from totalreduce.foundation.errors import MismatchError, PeerLost, ProtocolError
@@ -56,15 +56,26 @@ class Description(NamedTuple):
 
 
 class LossNotice(NamedTuple):
-    """LOST: a rank is lost. The header's key names the operation that fails; without a key, every operation fails."""
+    """LOST: a rank is lost. The header's key names the operation that fails; without a key, every operation fails.
+
+    Attributes:
+        rank: The lost rank.
+        reason: Why, in the words of the rank that has found the loss.
+        reporter: That rank; ``None`` if it is this one.
+    """
 
     rank: int
     reason: str
+    reporter: int | None = None
 
-    @classmethod
-    def of(cls, error: PeerLost) -> LossNotice:
-        """Return the notice that tells other ranks of ``error``."""
-        return cls(error.rank, error.reason)
+    @property
+    def text(self) -> str:
+        """The reason, with the rank that has reported it."""
+        return self.reason if self.reporter is None else f"{self.reason} (reported by rank {self.reporter})"
+
+    def error(self) -> PeerLost:
+        """Return a new error that names the lost rank."""
+        return PeerLost(self.rank, self.text)
 
     def encode(self) -> bytes:
         """Return the body."""
@@ -72,20 +83,23 @@ class LossNotice(NamedTuple):
 
     @classmethod
     def decode(cls, body: bytes, peer: int, world_size: int) -> LossNotice:
-        """Read a body that rank ``peer`` has sent. The reason names ``peer`` as its source."""
+        """Read a body that rank ``peer`` has sent. Without a reporter in the body, ``peer`` has found the loss."""
         return cls.read(_decode(body, peer), peer, world_size)
 
     def fields(self) -> dict[str, int | str]:
         """Return the fields of the body."""
-        return {"rank": self.rank, "reason": self.reason[:_REASON_CHARACTERS_MAX]}
+        fields: dict[str, int | str] = {"rank": self.rank, "reason": self.reason[:_REASON_CHARACTERS_MAX]}
+        return fields if self.reporter is None else {**fields, "reporter": self.reporter}
 
     @classmethod
     def read(cls, document: dict[str, Any], peer: int, world_size: int) -> LossNotice:
         """Read the fields of a body, which may be a part of another body."""
-        lost = document.get("rank")
-        if not isinstance(lost, int) or not 0 <= lost < world_size:
-            raise ProtocolError(f"rank {peer} reports the loss of {lost!r}, which is no rank")
-        return cls(lost, f"{_text(document, 'reason', _REASON_CHARACTERS_MAX)} (reported by rank {peer})")
+        lost, reporter = document.get("rank"), document.get("reporter", peer)
+        if not _is_rank(lost, world_size) or not _is_rank(reporter, world_size):
+            raise ProtocolError(
+                f"rank {peer} says that rank {reporter!r} reports the loss of {lost!r}: there is no such rank"
+            )
+        return cls(lost, _text(document, "reason", _REASON_CHARACTERS_MAX), reporter)
 
 
 class Farewell(NamedTuple):
@@ -217,6 +231,10 @@ def _read_message(document: dict[str, Any], peer: int) -> MessageFacts | None:
             return MessageFacts(source, target, size[:_TEXT_CHARACTERS_MAX])
         case other:
             raise ProtocolError(f"rank {peer} asks for a message that is {other!r:.100}")
+
+
+def _is_rank(value: object, world_size: int) -> TypeGuard[int]:
+    return isinstance(value, int) and 0 <= value < world_size
 
 
 def _text(document: dict[str, Any], field: str, characters_max: int = _TEXT_CHARACTERS_MAX) -> str:

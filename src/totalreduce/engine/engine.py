@@ -32,6 +32,7 @@ in this table are those of the Total Reduce paper:
                        and schedule
 ``early``              control frames about operations that this rank has not submitted yet
 ``members``            the ranks that are lost or have departed
+``telling``            the errors that the other ranks are told of before this rank's program
 ``control``            the bodies of control frames
 ``channels``           messages of other protocols, such as the agreement on the order of native operations, and bodies
                        that follow them
@@ -44,10 +45,14 @@ Subgroups and point-to-point messages use the same engine as the whole group; th
 colliding. The iteration is the number of earlier operations with the same id. An operation has *ended* when it leaves
 ``table.active``, and has *completed* when its owner is told; the two differ only in ``State.FAILING``.
 
-A rank is *lost* if it fails without notice or violates the protocol; then the group can no longer be used. A rank has
-*departed* if it has closed the group with a GOODBYE frame, or if another rank has reported that it has. After a
-departure, an operation fails if any of its ranks still has a message to exchange with the departed rank. It then fails
-on every rank where it has not ended yet. Departures also use the names of loss: such an operation fails with
+A rank is *lost* if it fails without notice or violates the protocol; then the group can no longer be used. The rank
+that finds the loss tells all others by a LOST frame without a key, and each of these passes it on, once, to those with
+which it is connected. On each rank the operations fail when these frames have left (``telling``). So a rank hears who
+is lost before it can notice that another rank has ended because of the loss.
+
+A rank has *departed* if it has closed the group with a GOODBYE frame, or if another rank has reported that it has.
+After a departure, an operation fails if any of its ranks still has a message to exchange with the departed rank. It
+then fails on every rank where it has not ended yet. Departures also use the names of loss: such an operation fails with
 ``PeerLost``, and a LOST frame with an operation's key reports a departure, while one without a key reports a loss.
 
 This rank counts a peer as having *posted* an operation once a data message or a POSTED frame shows that the peer has
@@ -96,6 +101,7 @@ from totalreduce.engine.signatures import ENDS_EARLY, SignatureExchange
 from totalreduce.engine.stall import StallWatch
 from totalreduce.engine.submission import Submission
 from totalreduce.engine.table import OperationTable
+from totalreduce.engine.telling import Telling
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.errors import ConfigurationError, GroupClosed, MismatchError, PeerLost, ProtocolError
 from totalreduce.foundation.header import HEADER_BYTES, Flag, Frame, Header
@@ -162,7 +168,8 @@ class Engine:
         )
         self.outbox = outbox = Outbox(config, epoch)
         self._entries = entries = Entries(outbox, table.early.allowance.share)
-        self.members = members = Members(rank, world_size, outbox)
+        self.members = members = Members(rank, world_size)
+        self.telling = telling = Telling(rank, outbox, entries, members)
         self.reception = Reception(config, share, counters)
         self.computations = ComputationList()
         self.channels = Channels(outbox, members)
@@ -171,7 +178,7 @@ class Engine:
         floating = self.reception.floating
         self.relaying = Relaying(config, outbox, entries, self.reception, counters)
         self._rendezvous = Rendezvous(config, table, floating, outbox, entries, counters)
-        self._signatures = signatures = SignatureExchange(rank, table, entries, members, counters)
+        self._signatures = signatures = SignatureExchange(rank, table, entries, members, telling, counters)
         self._any_receives = AnyReceives(table.names, table.early, floating, members.departed)
         self.stalls = StallWatch(rank, config.stall_warning_s, table, outbox, members, signatures, self.reports)
 
@@ -209,10 +216,10 @@ class Engine:
             raise ConfigurationError(
                 f"an operation named {name!r} is already in flight on rank {self.rank}; wait for it or use another name"
             )
-        if signature.kind not in ENDS_EARLY:
+        if signature.kind not in ENDS_EARLY and members.verdict is None:
             for peer, reason in members.departed.items():
                 if peer in ranks:
-                    self._tell_of_departure(LossNotice(peer, reason), ranks, key, None)
+                    self.telling.tell(ranks, Frame.LOST, LossNotice(peer, reason).encode(), key)
                     # The other ranks have submitted this operation, or will, and count an iteration. It is counted here
                     # although it failed, so that the next operation of this name has the same key on all ranks.
                     record.next_iteration = following(key[1])
@@ -260,7 +267,7 @@ class Engine:
         Returns ``None`` and changes nothing if the operation must be submitted.
         """
         members, table, floating, counters = self.members, self.table, self.reception.floating, self.counters
-        if members.lost is not None or members.closed or members.departed or self.observers:
+        if members.verdict is not None or members.closed or members.departed or self.observers:
             return None
         record = table.names.by_id.get(op_id)
         if record is None:
@@ -400,8 +407,8 @@ class Engine:
             if peer in members.departed:
                 continue
             self.outbox.write_answers(peer)
-            if members.lost is not None and members.lost.rank != peer:
-                self.outbox.control(peer, Frame.LOST, body=LossNotice.of(members.lost).encode())
+            if members.verdict is not None and members.verdict.rank != peer:
+                self.outbox.control(peer, Frame.LOST, body=members.verdict.encode())
             self.outbox.control(peer, Frame.GOODBYE, body=farewell)
         self.outbox.drop_streams()
 
@@ -441,6 +448,7 @@ class Engine:
         self.counters.sent_to[message.peer] += HEADER_BYTES + num_bytes
         if message.on_sent is not None:
             message.on_sent()
+            self.telling.proceed(now)
         queued = message.queued
         if queued is None:
             return
@@ -567,24 +575,19 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------------ peers
 
-    def peer_lost(self, peer: int, reason: str, now: float, *, first_hand: bool = True) -> None:
-        """Mark a rank as lost: fail all pending operations, and refuse all later ones.
+    def peer_lost(self, peer: int, reason: str, now: float) -> None:
+        """Note that this rank has lost another one.
 
-        Does nothing if a rank is lost already, or if this rank has closed the group.
-
-        Args:
-            peer: The rank that is lost.
-            reason: Why, in words.
-            now: The time in seconds.
-            first_hand: Whether this rank has detected the failure (a connection that has ended or was never made, no
-                heartbeats, or a violation of the protocol). Then it informs the other ranks; and if ``peer`` had
-                departed before, ``peer`` is only marked as unreachable, and only operations that still need it fail.
-                Otherwise another rank has reported the loss, and the group ends even if ``peer`` had departed.
+        Its connection has ended or was never made, it is silent, or it has violated the protocol. All other ranks are
+        told; then all pending operations fail, and later ones are refused. Nothing of this happens if the loss of a
+        rank is known already, or if this rank has closed the group. If the rank had departed before, only operations
+        that still need it fail.
         """
         members = self.members
-        if members.have_ended:
+        self.telling.forget(peer, now)
+        if members.closed or members.verdict is not None:
             return
-        if first_hand and peer in members.departed:
+        if peer in members.departed:
             # If only another rank has reported the departure, the pending operations have not been checked, and the
             # GOODBYE may never come. If they were checked when the GOODBYE arrived, ``Operation.needs`` counted a
             # message as sent as soon as the transport had taken it. A message that was not sent completely is missing
@@ -594,15 +597,32 @@ class Engine:
                 self.reception.forget(peer)
                 self.peer_departed(peer, members.departed[peer], now)
             return
-        members.lost = PeerLost(peer, reason)
+        self._pronounce(LossNotice(peer, reason), members.everybody, now)
+
+    def _pronounce(self, verdict: LossNotice, ranks: Collection[int], now: float) -> None:
+        """Tell ranks that a rank is lost; when they have been told, end the group.
+
+        Does nothing if the loss of a rank is known already, or if this rank has closed the group.
+        """
+        members = self.members
+        if members.closed or members.verdict is not None:
+            return
+        members.verdict = verdict
+        self.telling.tell([rank for rank in ranks if rank != verdict.rank], Frame.LOST, verdict.encode())
+        self.telling.then(self._lose, now)
+
+    def _lose(self, now: float) -> None:
+        """Fail all pending operations, and refuse all later ones: a rank is lost, and the others have been told."""
+        members, verdict = self.members, self.members.verdict
+        if members.closed or verdict is None:
+            return
+        members.lost = verdict.error()
         self.outbox.drop_streams()
-        if first_hand:
-            members.tell_of_loss(LossNotice.of(members.lost))
         for operation in self.table.select():
-            self._end(operation, now, PeerLost(peer, reason))
+            self._end(operation, now, verdict.error())
         for receive in self._any_receives.take_all():
-            self.table.end_receive(receive, PeerLost(peer, reason))
-        self.channels.fail(PeerLost(peer, reason), now)
+            self.table.end_receive(receive, verdict.error())
+        self.channels.fail(verdict.error(), now)
 
     def peer_departed(self, peer: int, reason: str, now: float) -> None:
         """Mark a rank as departed: fail the operations that still need a message to or from it.
@@ -628,10 +648,12 @@ class Engine:
     # --------------------------------------------------------------------------------------------------- watching
 
     def tick(self, now: float) -> None:
-        """Advance the stall watch and the channels, and give up waiting for messages of ranks that have departed.
+        """Advance the stall watch and the channels, and give up what was awaited for too long.
 
+        These are messages of ranks that have departed, and ranks that do not read what they are told (``telling``).
         Called a few times a second, and at ``channels.next_due()``.
         """
+        self.telling.proceed(now)
         self.channels.tick(now)
         self.relaying.tick(now, self.table.active)
         self.stalls.tick(now)
@@ -739,20 +761,23 @@ class Engine:
         After a success nothing accesses the tensor. After a failure these may still do so: (a) the transport, with a
         message that it is sending; (b) a thread that is receiving a body; (c) a thread that is moving the operation in
         the carrier; (d) a thread that is carrying out an addition or a copy. In case (d) the operation is in
-        ``State.FAILING`` and completes when its last computation has ended. If a rank is lost or this rank has closed
-        the group, the operation completes at once.
+        ``State.FAILING`` and completes when its last computation has ended. So it is while other ranks have not been
+        told of the error. If a rank is lost or this rank has closed the group, the operation completes at once.
         """
         if operation.carriage is not None:
             assert self.carrier is not None
             self.carrier.ended(operation, failed=error is not None)
         if operation.relayed is not None and error is not None:
             operation.relayed.fail()
-        group_goes_on = self.members.lost is None and not self.members.closed
-        self.table.end(operation, error, now, group_goes_on=group_goes_on)
+        group_goes_on = not self.members.have_ended
+        is_told = error is None or self.telling.is_done or not group_goes_on
+        self.table.end(operation, error, now, group_goes_on=group_goes_on, is_told=is_told)
         names = self.table.names
         if operation.key[0] in names.once:
             names.end_once(operation.key[0])
             self._signatures.forget(operation)
+        if not is_told:
+            self.telling.then(lambda _: self.table.complete_told(), now)
         self.stalls.forget(operation.key)
         if error is None:
             self._signatures.ended_well(operation)
@@ -773,16 +798,8 @@ class Engine:
             departed = self.members.departed
             first = next(other for other in departed if self._needs(operation, other))
             notice = LossNotice(first, departed[first])
-            self._tell_of_departure(notice, operation.ranks, operation.key, operation)
-            self._end(operation, now, PeerLost(*notice))
-
-    def _tell_of_departure(
-        self, notice: LossNotice, ranks: Sequence[int], key: _Key, operation: Operation | None
-    ) -> None:
-        """Tell the ranks of an operation that it fails, because a rank has departed."""
-        body = notice.encode()
-        for other in self.members.others(ranks):
-            self._entries.tell(other, Frame.LOST, key, operation, body=body)
+            self.telling.tell(operation.ranks, Frame.LOST, notice.encode(), operation.key, operation)
+            self._end(operation, now, notice.error())
 
     def _needs(self, operation: Operation, peer: int) -> bool:
         if operation.carriage is None:
@@ -905,13 +922,13 @@ class Engine:
             case Frame.LOST:
                 notice = LossNotice.decode(body, peer, self.members.world_size)
                 if key == NO_KEY:
-                    self.peer_lost(notice.rank, notice.reason, now, first_hand=False)
+                    self._pronounce(notice, [other for other in self.telling.connected() if other != peer], now)
                 else:
                     # A LOST frame with a key reports that ``notice.rank`` has departed. Its last messages may still be
                     # on their way to this rank. Therefore only the named operation fails now; the others are checked
                     # when the GOODBYE arrives, when the connection ends, or when ``members.overdue`` returns the rank.
-                    self.members.depart_by_report(notice.rank, notice.reason, now)
-                    self._fail(peer, key, PeerLost(notice.rank, notice.reason), now)
+                    self.members.depart_by_report(notice.rank, notice.text, now)
+                    self._fail(peer, key, notice.error(), now)
             case Frame.STATUS_REQUEST:
                 self.stalls.on_request(peer, key, StatusRequest.decode(body, peer), now)
             case Frame.STATUS_REPLY:
@@ -924,9 +941,12 @@ class Engine:
                 self.channels.arrived(peer, header.operation, body, last=bool(header.step), now=now)
             case Frame.GOODBYE:
                 farewell = Farewell.decode(body, peer, self.members.world_size)
-                if farewell.first is not None and farewell.first.rank not in (peer, self.rank):
-                    self.members.depart_by_report(*farewell.first, now)
-                self.peer_departed(peer, farewell.reason, now)
+                first = farewell.first
+                self.telling.forget(peer, now)
+                if self.members.verdict is None:  # otherwise the peer has left because of the same loss
+                    if first is not None and first.rank not in (peer, self.rank):
+                        self.members.depart_by_report(first.rank, first.text, now)
+                    self.peer_departed(peer, farewell.reason, now)
             case _:
                 raise ProtocolError(
                     f"rank {peer} sent a {header.frame.name} frame to the engine; it is for the transport only"

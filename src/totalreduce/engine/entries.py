@@ -46,6 +46,7 @@ class _Frame(NamedTuple):
     frame: Frame
     body: bytes
     signature: bytes
+    on_sent: Callable[[], None] | None
 
 
 class _Waiting(NamedTuple):
@@ -82,6 +83,7 @@ class Entries:
         *,
         body: bytes = b"",
         signature: bytes = bytes(24),
+        on_sent: Callable[[], None] | None = None,
     ) -> None:
         """Send a frame about an operation to a peer, or let it wait.
 
@@ -92,23 +94,24 @@ class Entries:
             operation: The operation; ``None`` if it failed before it was begun.
             body: The body of the frame.
             signature: The packed signature in the frame's header.
+            on_sent: See ``OutgoingMessage``.
         """
         waiting, flags = self.waiting.get(peer), Flag.NONE
         if operation is None or peer not in operation.posted_by:
             if waiting is not None and key in waiting:
-                waiting[key].frames.append(_Frame(frame, body, signature))
+                waiting[key].frames.append(_Frame(frame, body, signature, on_sent))
                 return
             if operation is None or peer not in operation.has_entry_at or frame in FAILURES:
                 cost = entry_cost(frame, len(body))
                 if waiting is not None or self._used.get(peer, 0) + cost > self._share:
                     if waiting is None:
                         waiting = self.waiting[peer] = OrderedDict()
-                    waiting[key] = _Waiting(operation, [_Frame(frame, body, signature)])
+                    waiting[key] = _Waiting(operation, [_Frame(frame, body, signature, on_sent)])
                     self._outbox.control(peer, Frame.REQUEST, key=key)
                     return
                 self._enter(peer, operation, cost)
                 flags = Flag.EAGER
-        self._outbox.control(peer, frame, key=key, body=body, signature=signature, flags=flags)
+        self._outbox.control(peer, frame, key=key, body=body, signature=signature, flags=flags, on_sent=on_sent)
 
     def waits(self, peer: int, key: _Key) -> bool:
         """Return whether frames about an operation wait, so that its messages do, too."""
@@ -168,8 +171,9 @@ class Entries:
         if operation is not None:
             operation.has_entry_at = {*operation.has_entry_at, peer}
 
-    def _send(self, peer: int, key: _Key, frame: _Frame, flags: int = Flag.NONE) -> None:
-        self._outbox.control(peer, frame.frame, key=key, body=frame.body, signature=frame.signature, flags=flags)
+    def _send(self, peer: int, key: _Key, waiting: _Frame, flags: int = Flag.NONE) -> None:
+        frame, body, signature, on_sent = waiting
+        self._outbox.control(peer, frame, key=key, body=body, signature=signature, flags=flags, on_sent=on_sent)
 
     def _end_if_empty(self, peer: int, waiting: OrderedDict[_Key, _Waiting]) -> None:
         """Tell a peer for which nothing waits any more that it need not speak of every operation."""

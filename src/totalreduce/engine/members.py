@@ -1,4 +1,4 @@
-"""The ranks of a group as this rank knows them: which one was lost, which ones have left, and who is told of it."""
+"""The ranks of a group as this rank knows them: which one was lost, and which ones have left."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
 from totalreduce.engine.control import LossNotice
-from totalreduce.engine.outbox import Outbox
 from totalreduce.foundation.errors import GroupClosed, PeerLost
-from totalreduce.foundation.header import Frame
 
 __all__ = ["Members"]
 
@@ -21,19 +19,22 @@ class Members:
 
     Attributes:
         everybody: All ranks of the group.
-        lost: The first rank that was lost, with the reason. It ends the group.
+        verdict: The rank that was lost first as far as this rank knows, with the reason. It ends the group as soon as
+            the other ranks have been told (``Telling``).
+        lost: The same as an error. It is set when the group has ended.
         departed: By rank: why it has closed the group in good order. Operations that do not need it go on. Messages of
             some of these ranks may still arrive (see ``silent``).
         unreachable: The departed ranks whose connections have ended: nothing reaches them, and nothing comes.
         closed: Whether this rank has closed the group.
     """
 
-    __slots__ = ("_outbox", "_rank", "_reported", "closed", "departed", "everybody", "lost", "unreachable")
+    __slots__ = ("_rank", "_reported", "closed", "departed", "everybody", "lost", "unreachable", "verdict")
 
-    def __init__(self, rank: int, world_size: int, outbox: Outbox) -> None:
+    def __init__(self, rank: int, world_size: int) -> None:
         """Begin with every rank present."""
-        self._rank, self._outbox = rank, outbox
+        self._rank = rank
         self.everybody = tuple(range(world_size))
+        self.verdict: LossNotice | None = None
         self.lost: PeerLost | None = None
         self.departed: dict[int, str] = {}
         #: Departed ranks of which only another rank's report is known: the time until which their messages are awaited.
@@ -94,10 +95,3 @@ class Members:
     def others(self, ranks: Sequence[int]) -> list[int]:
         """Return these ranks without this rank and without those that have departed."""
         return [rank for rank in ranks if rank != self._rank and rank not in self.departed]
-
-    def tell_of_loss(self, notice: LossNotice) -> None:
-        """Tell the other ranks that a rank is lost to the group."""
-        body = notice.encode()
-        for other in self.others(self.everybody):
-            if other != notice.rank:
-                self._outbox.control(other, Frame.LOST, body=body)

@@ -252,9 +252,12 @@ class Outbox:
         signature: bytes = bytes(24),
         step: int = 0,
         flags: int = Flag.NONE,
+        on_sent: Callable[[], None] | None = None,
     ) -> None:
-        """Queue a control frame."""
-        self._controls.setdefault(peer, deque()).append(self._frame(peer, frame, key, body, signature, step, flags))
+        """Queue a control frame; for ``on_sent`` see ``OutgoingMessage``."""
+        message = self._frame(peer, frame, key, body, signature, step, flags)
+        message.on_sent = on_sent
+        self._controls.setdefault(peer, deque()).append(message)
         self.control_waits.add(peer)
         self.ready.add(peer)
 

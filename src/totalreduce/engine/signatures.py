@@ -23,6 +23,7 @@ from totalreduce.engine.members import Members
 from totalreduce.engine.names import NameRecord
 from totalreduce.engine.operation import Operation
 from totalreduce.engine.table import OperationTable
+from totalreduce.engine.telling import Telling
 from totalreduce.foundation.errors import MismatchError
 from totalreduce.foundation.header import Frame, unpack_schedule, unpack_signature
 from totalreduce.foundation.types import OpKind
@@ -48,7 +49,17 @@ _Key = tuple[int, int]
 class SignatureExchange:
     """What this rank and its peers have said of the signatures of operations."""
 
-    __slots__ = ("_counters", "_descriptions", "_ended", "_entries", "_members", "_names", "_rank", "_table")
+    __slots__ = (
+        "_counters",
+        "_descriptions",
+        "_ended",
+        "_entries",
+        "_members",
+        "_names",
+        "_rank",
+        "_table",
+        "_telling",
+    )
 
     def __init__(
         self,
@@ -56,10 +67,11 @@ class SignatureExchange:
         table: OperationTable,
         entries: Entries,
         members: Members,
+        telling: Telling,
         counters: Counters,
     ) -> None:
         """Begin without knowledge of the peers."""
-        self._rank, self._table = rank, table
+        self._rank, self._table, self._telling = rank, table, telling
         self._entries, self._members, self._counters = entries, members, counters
         #: Name and signature of operations that have ended here well; other ranks may still submit them with another
         #: signature.
@@ -198,8 +210,6 @@ class SignatureExchange:
                 value = f"{value}, of another shape"
         error = MismatchError(name, (self._rank, peer), (mine, value))
         self._counters.mismatches += 1
-        body, operation = encode_mismatch(error), self._table.active.get(key)
-        for other in self._members.others(expected.ranks):
-            self._entries.tell(other, Frame.MISMATCH, key, operation, body=body)
+        self._telling.tell(expected.ranks, Frame.MISMATCH, encode_mismatch(error), key, self._table.active.get(key))
         self.distrust(key)
         return error

@@ -35,8 +35,8 @@ class OperationTable:
         self.names = NameTable(self.active.keys())
         self.early = EarlyFrames()
         self.completed: list[Operation | AnyReceive] = []
-        #: Operations that have failed while an addition was carried out: they complete when it has ended.
-        self._failing: list[Operation] = []
+        #: Operations that have failed and have not completed; and whether the other ranks have been told of the error.
+        self._failing: dict[Operation, bool] = {}
         self._num_submitted = 0
         self._active_since: float | None = None
 
@@ -65,37 +65,52 @@ class OperationTable:
             self._active_since = now
         self.active[key] = operation
 
-    def end(self, operation: Operation, error: BaseException | None, now: float, *, group_goes_on: bool) -> None:
+    def end(
+        self,
+        operation: Operation,
+        error: BaseException | None,
+        now: float,
+        *,
+        group_goes_on: bool,
+        is_told: bool = True,
+    ) -> None:
         """Take out an operation that has ended, well or with an error.
 
         If the group goes on after an error (a mismatch, or the departure of a rank), the caller may use the tensor
-        again at once. So the operation then completes only when no addition to its tensor is being carried out.
+        again at once. So the operation then completes only when no addition to its tensor is being carried out. Unless
+        the other ranks have been told of the error (``is_told``), it also waits for ``complete_told``.
         """
         operation.error = error
         del self.active[operation.key]
         if not self.active and self._active_since is not None:
             self._counters.active_s += now - self._active_since
             self._active_since = None
-        if operation.computing and group_goes_on:
+        if group_goes_on and (operation.computing or not is_told):
             operation.enter(State.FAILING)
-            self._failing.append(operation)
+            self._failing[operation] = is_told
         else:
             operation.enter(State.DONE if error is None else State.FAILED)
             self.completed.append(operation)
 
     def addition_ended(self, operation: Operation) -> None:
-        """Complete a failing operation if this was its last addition."""
-        if operation.state is State.FAILING and not operation.computing:
-            self._failing.remove(operation)
-            operation.enter(State.FAILED)
-            self.completed.append(operation)
+        """Complete a failing operation if this was its last addition, and the other ranks know of its error."""
+        if not operation.computing and self._failing.get(operation, False):
+            self._complete([operation])
+
+    def complete_told(self) -> None:
+        """Complete failing operations to which nothing is being added: the other ranks know of their errors now."""
+        self._failing = dict.fromkeys(self._failing, True)
+        self._complete([operation for operation in self._failing if not operation.computing])
 
     def close(self) -> None:
         """Complete every failing operation: the group has ended, and nobody uses a tensor again at once."""
-        for operation in self._failing:
+        self._complete(list(self._failing))
+
+    def _complete(self, failing: list[Operation]) -> None:
+        for operation in failing:
+            del self._failing[operation]
             operation.enter(State.FAILED)
-        self.completed += self._failing
-        self._failing.clear()
+        self.completed += failing
 
     def end_receive(self, receive: AnyReceive, error: TotalReduceError) -> None:
         """Complete a receive from anybody that ended before a message had come."""

@@ -91,6 +91,7 @@ class Runner:
         self._failure: BaseException | None = None
         self._deadline = 0.0  #: When the threads end after ``close``.
         engine.outbox.bulk_peers = frozenset(transport.bulk_peers)
+        engine.telling.connected = transport.connected_peers
         transport.attach(self._endpoint)
         engine.relaying.relay = transport.use_relay(functools.partial(_make_relay, engine, self._endpoint))
         let_go_in_children(transport)

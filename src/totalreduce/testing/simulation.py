@@ -151,10 +151,12 @@ class SimulatedCluster:
     def __post_init__(self) -> None:
         """Make one engine per rank."""
         self.ranks = [_Rank(self, rank, self.config) for rank in range(self.network.world_size)]
+        everybody = range(self.network.world_size)
         for rank, endpoint in enumerate(self.ranks):
             self.network.attach(rank, endpoint)
             if self.bulk_apart:
                 endpoint.engine.outbox.bulk_peers = frozenset(range(len(self.ranks))) - {rank}
+            endpoint.engine.telling.connected = lambda: everybody
         self.submissions: list[list[TimedSubmission]] = [[] for _ in self.ranks]
 
     def submit(self, rank: int, submission: TimedSubmission) -> None:

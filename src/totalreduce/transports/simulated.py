@@ -137,13 +137,25 @@ class SimulatedNetwork:
         """Call ``action`` after a delay."""
         self.at(self.now + delay_s, action)
 
-    def crash(self, rank: int) -> None:
-        """Stop a rank for good; every peer's connection to it is reset shortly after."""
+    def crash(self, rank: int, *, spread_s: float = 0.0) -> None:
+        """End a rank; every peer's connection to it is reset shortly after.
+
+        The peers notice it one after the other, at random times within ``spread_s``.
+        """
         self._note("crash", rank, rank, 0)
         self._crashed.add(rank)
-        for peer in range(self.world_size):
-            if peer != rank:
-                self.after(self._reset_s, lambda peer=peer: self._lose(peer, rank, "its connection ended"))  # type: ignore[misc]
+        for peer, delay_s in self._spread(rank, spread_s):
+            self.after(self._reset_s + delay_s, lambda peer=peer: self._reset(peer, rank))  # type: ignore[misc]
+
+    def stop(self, rank: int, *, spread_s: float = 0.0) -> None:
+        """Freeze a rank for good; every peer notices its silence after ``silence_s``; ``spread_s`` as of ``crash``."""
+        self._note("stop", rank, rank, 0)
+        self._crashed.add(rank)
+        for peer, delay_s in self._spread(rank, spread_s):
+            self.after(self._silence_s + delay_s, lambda peer=peer: self._lose(peer, rank, "silent"))  # type: ignore[misc]
+
+    def _spread(self, rank: int, spread_s: float) -> list[tuple[int, float]]:
+        return [(peer, self.random.uniform(0.0, spread_s)) for peer in range(self.world_size) if peer != rank]
 
     def cut(self, a: int, b: int) -> None:
         """Silence both directions between two ranks; both ends notice after ``silence_s``."""
@@ -270,7 +282,15 @@ class SimulatedNetwork:
         for source, target in ((rank, peer), (peer, rank)):
             self._silence(source, target)
         self._lose(rank, peer, reason)
-        self.after(self._reset_s, lambda: self._lose(peer, rank, "its connection ended"))
+        self.after(self._reset_s, lambda: self._reset(peer, rank))
+
+    def _reset(self, rank: int, peer: int) -> None:
+        """End the connection of ``rank`` to ``peer``, which has crashed or dropped it, when its messages are read."""
+        links = [self._link(peer, rank, bulk=bulk) for bulk in (False, True)]
+        if any(link.inbox and not link.silent for link in links):
+            self.after(self._reset_s, lambda: self._reset(rank, peer))
+        else:
+            self._lose(rank, peer, "its connection ended")
 
     def _lose(self, rank: int, peer: int, reason: str) -> None:
         if rank in self._crashed:

@@ -174,7 +174,7 @@ class TcpTransport(Transport):
         self.counters = self._peers.listener.counters = counters
 
     def connected_peers(self) -> Collection[int]:
-        return {c.peer for c in self._connections.values() if c.established}
+        return {c.peer for c in tuple(self._connections.values()) if c.established}  # any thread may ask
 
     def idle(self) -> bool:
         return not any(connection.outgoing.busy for connection in self._connections.values())
@@ -187,7 +187,7 @@ class TcpTransport(Transport):
         self._poller.wake()
 
     def progress(self) -> bool:
-        """One round: the events of epoll, then read, then write, then timers."""
+        """One round: the events of epoll, then read, then timers, then write what all of these have made ready."""
         endpoint, relay = self._endpoint, self._relay
         assert endpoint is not None, "attach() comes first"
         with self._changing:
@@ -206,6 +206,8 @@ class TcpTransport(Transport):
             for connection in list(self._connections.values()):
                 if connection.incoming.readable and not (relay is not None and relay.reads(connection)):
                     self._guard(connection, endpoint, now, reading=True)
+            if now >= self._liveness.due_at:
+                self._check_timers(endpoint, now)
             while self._unblocked:  # their peers need not be ready: the rest of a message may be all that is to be sent
                 connection = self._unblocked.pop()
                 bulk = self._peers.bulk_routes.get(connection.peer) is connection
@@ -214,8 +216,6 @@ class TcpTransport(Transport):
             for bulk in (False, True):
                 for peer in tuple(endpoint.ready_peers(bulk=bulk)):
                     self._send(peer, endpoint, now, bulk=bulk)
-            if now >= self._liveness.due_at:
-                self._check_timers(endpoint, now)
             more = relay is not None and relay.is_busy() and self._relay_messages(relay, endpoint, now)
             return more or bool(self._poller.events) or self._more_to_do(endpoint)
 
