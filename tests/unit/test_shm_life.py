@@ -245,6 +245,40 @@ def test_what_was_published_is_read_before_the_end_is_told() -> None:
         assert len(host.desks[1].lost) == 1
 
 
+def test_what_others_have_published_is_read_before_the_end_is_told() -> None:
+    """They may say why the rank has ended."""
+    with Host(3) as host:
+        reader = host.desks[2]
+        seen: list[int] = []
+        reader.peer_lost = lambda peer, reason: seen.append(len(reader.received))  # type: ignore[method-assign]
+        host.desks[0].put(2, message(b"first"))
+        host.move()
+        host.desks[1].put(2, *(message(bytes([step]), step=step) for step in range(10)))  # more than are read in a turn
+        host.move(only=[1])
+        host.close(0)
+        host.move(only=[2])
+        assert seen == [11]
+
+
+def test_the_end_of_a_rank_is_told_although_messages_of_others_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=100.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(shm_module, "time", clock)
+    with Host(3) as host:
+        for rank in (0, 1):
+            host.desks[rank].put(2, message(b"first"))
+        host.move()
+        host.desks[2].open = False
+        host.desks[1].put(2, message(b"there is no memory for it"))
+        host.move(only=[1])
+        host.close(0)
+        host.move(only=[2])
+        assert host.desks[2].lost == []
+        clock.now += 0.2
+        host.move(only=[2])
+        assert [peer for peer, _ in host.desks[2].lost] == [0]
+
+
 def test_a_rank_that_goes_unused_is_no_loss_until_it_is_needed() -> None:
     with Host(3) as host:
         host.close(2)

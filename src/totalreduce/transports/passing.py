@@ -127,6 +127,8 @@ class PassingTransport(Transport):
         #: By peer: a delivery, and the memory in which its body began to arrive.
         self._arriving: dict[int, tuple[Delivery, memoryview]] = {}
         self._gone: set[int] = set()
+        #: Peers that could not be reached in this round, and why: they are lost in the next one.
+        self._ended: dict[int, str] = {}
         self._farewells: set[int] = set()  #: Peers to which this rank has sent its farewell.
         self._pulses: dict[int, Pulse] = {}  #: By peer with which something was exchanged.
         self._heartbeat = Header(Frame.HEARTBEAT, 0).pack()
@@ -152,21 +154,26 @@ class PassingTransport(Transport):
     # ----------------------------------------------------------------------------------------------------- progress
 
     def progress(self) -> bool:
-        """One round: poll, read, write, timers."""
+        """One round: poll, read, timers, write.
+
+        A peer that cannot be reached any more is lost only when what has arrived from it was read: it may say why.
+        """
         endpoint, wire = self._endpoint, self._wire
         assert endpoint is not None, "attach() comes first"
         if not wire.usable():
             return False
         moved = wire.poll()
         now = time.monotonic()
-        for peer, reason in wire.failures():
-            self._lose(peer, reason)
+        ended, self._ended = {**self._ended, **dict(wire.failures())}, {}
         for peer in self._peers:
             moved = self._guard(peer, now, reading=True) or moved
-        for peer in tuple(endpoint.ready_peers()):
-            moved = self._guard(peer, now, reading=False) or moved
+        for peer, reason in ended.items():
+            self._lose(peer, reason)
         if now >= self._liveness.due_at:
             self._check_timers(now)
+        for peer in tuple(endpoint.ready_peers()):
+            moved = self._guard(peer, now, reading=False) or moved
+        moved = moved or bool(self._ended)
         if moved:
             self._pause_s = _PAUSE_MIN_S
         return moved
@@ -203,7 +210,7 @@ class PassingTransport(Transport):
             self._say_farewell(peer)
             self._lose(peer, f"protocol violation: {error}")
         except WireError as error:
-            self._lose(peer, str(error))
+            self._ended[peer] = str(error)
         return True
 
     def _lose(self, peer: int, reason: str) -> None:
@@ -326,7 +333,7 @@ class PassingTransport(Transport):
                 try:
                     self._wire.beat(peer, self._heartbeat)
                 except WireError as error:
-                    self._lose(peer, str(error))
+                    self._ended[peer] = str(error)
 
     def _transfer_s(self, peer: int) -> float:
         """Return how long the bodies on their way to and from a peer may take; the peer may be silent meanwhile."""

@@ -5,8 +5,9 @@
   ``shm_connection.py`` what they share afterwards, and ``shm_reads.py`` which of them can read each other's process.
 * A message is copied once, when it is taken; then its memory is the sender's again. The receiver may compute from the
   staged body directly (``base.Lease``). A message is taken only if it can be staged, whatever its length.
-* The end of the connection to a peer is a crash; what the dead rank had published is read first. A heartbeat that
-  stands still is a frozen process. Time in which this rank itself did not look does not count.
+* The end of the connection to a peer is a crash. What the dead rank had published is read first, and what the others
+  have published, for they may say why it has ended. A heartbeat that stands still is a frozen process. Time in which
+  this rank itself did not look does not count.
 
 See docs/design/0004-shared-memory.md.
 """
@@ -38,6 +39,8 @@ __all__ = ["ShmTransport", "listen", "shm_available"]
 
 #: The time between two looks at the sockets while messages move without a pause.
 _LOOK_S = 0.005
+#: How long messages of other ranks are read before the end of a connection counts as the loss of the peer.
+_VERDICT_S = 0.2
 _POOL_BYTES = 16 * 1024 * 1024
 
 
@@ -118,7 +121,7 @@ class ShmTransport(Transport):
         now = time.monotonic()
         if self._sleep.sockets_called or now >= self._next_look:
             self._look(now)
-        more = False
+        more, ended = False, []
         for connection in tuple(self._connections.values()):
             outgoing = connection.outgoing
             outgoing.blocked = False
@@ -126,8 +129,12 @@ class ShmTransport(Transport):
                 outgoing.loans.collect(endpoint)
             if outgoing.unfinished is not None:  # the endpoint does not report the peer as ready for the rest
                 more = self._send(connection, endpoint) or more
-            if connection.incoming.has_mail or connection.ended is not None:
+            if connection.incoming.has_mail:
                 more = self._receive(connection, endpoint) or more
+            if connection.ended is not None:
+                ended.append(connection)
+        for connection in ended:
+            more = self._judge(connection, now) or more
         for peer in tuple(endpoint.ready_peers()):
             connection_of_peer = self._connections.get(peer)
             if connection_of_peer is None:
@@ -149,19 +156,25 @@ class ShmTransport(Transport):
 
     def _receive(self, connection: ShmConnection, endpoint: Endpoint) -> bool:
         try:
-            more = connection.incoming.receive(endpoint)
+            return connection.incoming.receive(endpoint)
         except ProtocolError as error:
             self._lose(connection.peer, f"protocol violation: {error}")
             return True
-        if connection.ended is not None and not connection.incoming.has_mail:
-            reason = f"its connection ended ({connection.ended})"
-            if connection.used:
-                self._lose(connection.peer, self._liveness.explain_end(reason, time.monotonic()))
-            else:
-                self._drop(connection)
-                self._meetings.absent[connection.peer] = reason
-            return True
-        return more
+
+    def _judge(self, connection: ShmConnection, now: float) -> bool:
+        """Lose a peer whose connection has ended, when that is due; returns whether it was."""
+        if connection.incoming.has_mail or self._connections.get(connection.peer) is not connection:
+            return False
+        others_wait = any(other.incoming.has_mail for other in self._connections.values())
+        if others_wait and now < connection.ended_at + _VERDICT_S:
+            return False
+        reason = f"its connection ended ({connection.ended})"
+        if connection.used:
+            self._lose(connection.peer, self._liveness.explain_end(reason, now))
+        else:
+            self._drop(connection)
+            self._meetings.absent[connection.peer] = reason
+        return True
 
     def _send(self, connection: ShmConnection, endpoint: Endpoint) -> bool:
         try:
@@ -206,7 +219,7 @@ class ShmTransport(Transport):
         self._meetings.connect_to_all(now)
         for fd, _ in self._sleep.epoll.poll(0):
             if not self._meetings.on_event(fd, now) and fd in self._sockets:
-                self._on_end(fd)
+                self._on_end(fd, now)
         self._take_arrivals(now)
 
     def _take_arrivals(self, now: float) -> None:
@@ -222,7 +235,7 @@ class ShmTransport(Transport):
         for peer, reason in failed:
             self._lose(peer, reason)
 
-    def _on_end(self, fd: int) -> None:
+    def _on_end(self, fd: int, now: float) -> None:
         """Note the end of a connection: its socket is readable, and nothing is ever sent on it."""
         connection = self._sockets[fd]
         try:
@@ -232,6 +245,7 @@ class ShmTransport(Transport):
             return
         except OSError as error:
             connection.ended = str(error)
+        connection.ended_at = now
         self._forget_socket(connection)
 
     def _forget_socket(self, connection: ShmConnection) -> None:

@@ -23,6 +23,7 @@ class ShmConnection:
         mapping: The peer's memory.
         sock: The Unix socket. It is open and silent for as long as both processes live.
         ended: Why the socket has ended; ``None`` while it is open.
+        ended_at: When that was seen, in seconds.
         bell: The peer's bell.
         outgoing: The ring to the peer.
         incoming: The ring from the peer.
@@ -48,6 +49,7 @@ class ShmConnection:
         """
         self.peer, self.sock = peer, sock
         self.ended: str | None = None
+        self.ended_at = 0.0
         self.relied_on = False
         self.pulse = Pulse(now)
         self.mapping, self._words = mapping, mapping.words

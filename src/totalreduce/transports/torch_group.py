@@ -139,6 +139,7 @@ class _Pair:
         self._slots = [np.zeros(_SLOT_BYTES // 8, np.int64) for _ in range(_SLOTS)]
         self._receives = [_receive(group, peer, slot.view(np.uint8), _SLOT_TAG) for slot in self._slots]
         self._slots_read = 0
+        self._ended: Exception | None = None  #: Why nothing more can be received.
         self.heads: deque[tuple[memoryview, bool]] = deque()
         #: The operations that receive a body and the number behind it.
         self._body: tuple[Any, Any] | None = None
@@ -166,6 +167,8 @@ class _Pair:
         moved = False
         while self._read_slot():
             moved = True
+        if self._ended is not None:
+            raise self._ended
         if self._body is not None and self._end[0] == self._bodies_begun:
             for operation in self._body:
                 operation.wait(_PATIENCE)
@@ -196,7 +199,10 @@ class _Pair:
             content = slot.view(np.uint8)[8 * _FIELDS : 8 * _FIELDS + length].tobytes()
             self.heads.append((memoryview(content), kind == _WITH_BODY))
         slot[: last + 1] = 0
-        self._receives[index] = _receive(self._group, self.peer, slot.view(np.uint8), _SLOT_TAG)
+        try:
+            self._receives[index] = _receive(self._group, self.peer, slot.view(np.uint8), _SLOT_TAG)
+        except ENDED as error:
+            self._ended = error  # ``poll`` raises it when all slots that have arrived are read
         self.sender.forget(read, released)
         return True
 
