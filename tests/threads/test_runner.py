@@ -13,9 +13,11 @@ import torch
 from descriptors import open_files
 
 import totalreduce as tr
+from totalreduce.engine import telling
 from totalreduce.engine.operation import Operation
 from totalreduce.foundation.config import EngineConfig, TcpConfig
 from totalreduce.foundation.errors import DeadlineExceededError, GroupClosed, PeerLost
+from totalreduce.runner import runner as runner_module
 from totalreduce.runner import turns
 from totalreduce.testing.ranks import make_groups, run_ranks
 
@@ -254,6 +256,32 @@ def test_a_failing_observer_ends_the_group_with_its_error_and_nobody_hangs():
         groups[0].allreduce(torch.ones(1000), name="y")
     with pytest.raises(PeerLost):
         groups[1].barrier(timeout_s=5)
+    close_all(groups)
+
+
+def test_a_submission_that_is_refused_because_a_rank_has_left_raises_when_the_others_are_told(monkeypatch):
+    """The program may end at this error, and the others must not take its end for the cause."""
+    monkeypatch.setattr(runner_module, "_TELLING_S", 20.0)
+    monkeypatch.setattr(telling, "_PATIENCE_S", 20.0)
+    groups = make_groups(3, transport="inproc", engine=PATIENT)
+    in_threads(*[group.barrier for group in groups])
+    groups[2].close()
+    runner, seen = groups[0]._runner, []
+    while 2 not in runner.engine.members.departed:
+        time.sleep(0.001)
+
+    def submit():
+        with pytest.raises(PeerLost) as caught:
+            groups[0].allreduce(torch.ones(3), name="w")
+        seen.append((caught.value.rank, runner.engine.telling.is_done))
+
+    submitting = threading.Thread(target=submit)
+    with runner._moving:  # nothing leaves
+        submitting.start()
+        while not seen and runner.engine.telling.is_done:
+            time.sleep(0.001)
+    submitting.join(20)
+    assert seen == [(2, True)]
     close_all(groups)
 
 

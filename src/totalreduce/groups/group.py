@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import weakref
@@ -19,6 +20,7 @@ from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups import agreement, objects
 from totalreduce.groups.backends import NativeBackend
 from totalreduce.groups.collectives import Collectives
+from totalreduce.groups.ending import is_amid_call
 from totalreduce.groups.engine_collectives import EngineCollectives
 from totalreduce.groups.operations import Operations
 from totalreduce.groups.plan import Plan, TensorSpec
@@ -372,12 +374,18 @@ class Group(Collectives):
 
         All callbacks of ``on_quiesce`` and ``at_close`` are called, also after an exception. Then the first exception
         is raised; the others are logged.
+
+        A signal handler may call this at any moment, and so may a callback of an operation. If it has interrupted a
+        call of the library, the group ends in another thread, as soon as the interrupted call lets it, while ``close``
+        returns at once and does not call the callbacks of ``on_quiesce``. The interrupted call raises ``GroupClosed``,
+        unless it has all it needs. The interpreter ends after the group.
         """
         if self.operations.closed or not self._runner.home.is_here:
             return
         timeout_s = checks.seconds("timeout_s", timeout_s, or_zero=True)
         self.operations.closed = True
-        steps = list(self._quiesce) if self._runner.engine.members.lost is None else []
+        is_amid = is_amid_call()
+        steps = [] if is_amid or self._runner.engine.members.verdict is not None else list(self._quiesce)
         steps.append(lambda: self._backend.close(timeout_s, reason))
         if self.operations.parent is None:
             self._finalizer.detach()
@@ -387,7 +395,10 @@ class Group(Collectives):
             steps += [self.operations.close, lambda: whole.close(timeout_s, reason=reason)]
         else:
             steps += [self.operations.close, *self._at_close]
-        _call_all(steps)
+        if is_amid:
+            self._runner.carry_out_apart(functools.partial(_call_all, steps))
+        else:
+            _call_all(steps)
 
     def _flush(self) -> None:
         for callback in list(self._quiesce):

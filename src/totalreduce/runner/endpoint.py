@@ -62,16 +62,20 @@ def complete_owners(ended: list[Operation | AnyReceive], callers: Callers | None
 
     ``callers``: add advice to mismatches.
     """
-    for operation in ended:
+    for index, operation in enumerate(ended):
         handle: Handle = operation.owner
-        if isinstance(operation, Operation):
-            if isinstance(operation.error, MismatchError) and callers is not None:
-                advice = callers.advice(operation.key[0])
-                if advice:
-                    operation.error.add_note(advice)
-            handle.operation = operation  # a receive from anybody has become this operation
-            operation.buffers = ()  # the handle may live long, and must not keep the memory of the tensors as long
-        handle.complete(operation.error)
+        try:
+            if isinstance(operation, Operation):
+                if isinstance(operation.error, MismatchError) and callers is not None:
+                    advice = callers.advice(operation.key[0])
+                    if advice:
+                        operation.error.add_note(advice)
+                handle.operation = operation  # a receive from anybody has become this operation
+                operation.buffers = ()  # the handle may live long, and must not keep the memory of the tensors as long
+            handle.complete(operation.error)
+        except BaseException:  # of a callback, or Ctrl-C: threads may wait for the other operations
+            complete_owners(ended[index + 1 :], callers)
+            raise
 
 
 def _urgency(carriage: Carriage) -> tuple[bool, int, int]:

@@ -8,10 +8,12 @@ with the first one, so the communication thread then adds by itself, while the s
 The thread that moves messages holds ``_moving``, but not while it waits for the network. Calls into the engine hold the
 lock of the ``EngineEndpoint``.
 
-Ctrl-C may strike the main thread between any two lines. If that thread is moving messages, it leaves with the
-exception, and the group fails: a message may be cut in two, so no thread may move anything after that (``_failure``
-is set before ``_moving`` is free again). The communication thread ends the connections at once, from which the other
-ranks learn it.
+A signal handler may run in the main thread between any two of its steps. If it raises an exception, as that of Ctrl-C
+does, while the thread is in a function of the runner, the thread leaves with the exception and the group fails: a
+message or a change of the engine may be cut in two, so no thread may move anything after that (``_failure`` is set
+before ``_moving`` is free again). The communication thread ends the connections at once, from which the other ranks
+learn it. A handler that closes the group does so in another thread (``carry_out_apart``), because the thread that it
+has interrupted may hold the locks.
 """
 
 from __future__ import annotations
@@ -33,7 +35,13 @@ from totalreduce.engine.stall import StallReport
 from totalreduce.engine.submission import Submission
 from totalreduce.fastlane.board import BOARD_BYTES
 from totalreduce.fastlane.lane import FastLane
-from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, GroupClosed
+from totalreduce.foundation.errors import (
+    ConfigurationError,
+    DeadlineExceededError,
+    GroupClosed,
+    PeerLost,
+    TotalReduceError,
+)
 from totalreduce.foundation.forking import HomeProcess, let_go_in_children
 from totalreduce.foundation.header import Frame, Header
 from totalreduce.relay.relay import Relay, RelaySettings
@@ -60,6 +68,8 @@ _TICK_EARLY_S = 0.03
 #: How long another thread lets messages leave before it computes, in seconds: as long as Python lets a thread compute
 #: that another one waits for.
 _LEAVE_S = 0.005
+#: How long a call waits at most before it raises an error of which other ranks are told, in seconds.
+_TELLING_S = 0.5
 
 
 @final
@@ -89,6 +99,10 @@ class Runner:
         self._next_tick = 0.0
         self.meter = Meter()
         self._failure: BaseException | None = None
+        #: Whether this rank is to close the group. Then an exception that ends it is no error.
+        self._is_closing = False
+        #: Whether the transport is open. It is closed even if a driver does not come back in time.
+        self._is_open = True
         self._deadline = 0.0  #: When the threads end after ``close``.
         engine.outbox.bulk_peers = frozenset(transport.bulk_peers)
         engine.telling.connected = transport.connected_peers
@@ -116,47 +130,75 @@ class Runner:
         if self.refusal:
             self._check_refusal()
         endpoint = self._endpoint
-        carriage = endpoint.known.find(submission)
-        if carriage is not None:
-            now = time.monotonic()
-            begun = self._in_lane(endpoint.begin, submission, carriage, end)
-            if begun is endpoint.ended:
-                self._turns.rest(now, resting=now < self._next_tick)
-                try:
-                    if end is not None:
-                        end(well=True)
-                except Exception as failure:
-                    begun = Handle()
-                    begun.complete(failure)
-                return begun
-            if begun is not None:
-                self._look_again(now, wake=self._sleepers > 0 and carriage.has_begun)
-                return begun
-        handle = Handle(end)
-        with self._lock:
-            self._check_alive()
-            now = time.monotonic()
-            endpoint.adopt(now)
-            operation = handle.operation = self.engine.submit(submission, now, owner=handle)
-            if submission.name is None and not submission.once:
-                endpoint.callers.note(operation.key[0])
-            endpoint.known.learn(submission, operation)
-            wake = self._wakes_after_submission()
-        if operation.carriage is not None and self._in_lane(endpoint.announce, operation):
-            wake = wake and not operation.finished and operation.state is not State.WAITING
-        endpoint.complete_ended()
-        if not handle.done:
-            self._look_again(now, wake=wake)
+        try:
+            carriage = endpoint.known.find(submission)
+            if carriage is not None:
+                now = time.monotonic()
+                begun = self._in_lane(endpoint.begin, submission, carriage, end)
+                if begun is endpoint.ended:
+                    self._turns.rest(now, resting=now < self._next_tick)
+                    try:
+                        if end is not None:
+                            end(well=True)
+                    except Exception as failure:
+                        begun = Handle()
+                        begun.complete(failure)
+                    return begun
+                if begun is not None:
+                    self._look_again(now, wake=self._sleepers > 0 and carriage.has_begun)
+                    return begun
+            handle = Handle(end)
+            with self._lock:
+                self._check_alive()
+                now = time.monotonic()
+                endpoint.adopt(now)
+                operation = handle.operation = self.engine.submit(submission, now, owner=handle)
+                if submission.name is None and not submission.once:
+                    endpoint.callers.note(operation.key[0])
+                endpoint.known.learn(submission, operation)
+                wake = self._wakes_after_submission()
+            if operation.carriage is not None and self._in_lane(endpoint.announce, operation):
+                wake = wake and not operation.finished and operation.state is not State.WAITING
+            endpoint.complete_ended()
+            if not handle.done:
+                self._look_again(now, wake=wake)
+        except BaseException as failure:
+            self._before_raising(failure)
+            raise
         return handle
 
     def _check_refusal(self) -> None:
         if self.refusal and threading.current_thread() not in self.unrefused:
             raise ConfigurationError(self.refusal)
 
+    def _before_raising(self, failure: BaseException) -> None:
+        """Do what must be done before an exception leaves a call of the program.
+
+        If it is no refusal of this library, Ctrl-C above all, it may have cut in two what the call was doing, and no
+        other thread can go on with that: the group ends.
+        """
+        if isinstance(failure, PeerLost):
+            self._await_telling()
+        elif not isinstance(failure, TotalReduceError) or self._failure is failure:
+            self._fail(failure)
+
+    def _await_telling(self) -> None:
+        """Wait until the other ranks have been told of an error of which this call has told them (``engine.telling``).
+
+        Another thread moves the messages. A callback that comes here in the thread that moves them waits in vain, but
+        only for a short time.
+        """
+        told = Handle()
+        with self._lock:
+            self.engine.telling.then(lambda _: told.complete(None), time.monotonic())
+        if not told.done:
+            self._look_again(time.monotonic(), wake=self._sleepers > 0)
+            told.wait(_TELLING_S)
+
     def _in_lane(self, move: Callable[[Unpack[_Arguments]], _Result], *arguments: *_Arguments) -> _Result | None:
         """Call a function that moves operations in the fast lane; ``None`` if another thread moves messages now.
 
-        An exception in the function, Ctrl-C above all, may have cut an operation in two: then nothing moves any more.
+        After an exception in the function nothing moves any more.
         """
         # Not ``acquire(blocking=False)``: Ctrl-C between the call and ``try`` would leave the lock held for ever.
         if self._moving.locked():
@@ -166,7 +208,6 @@ class Runner:
                 return None if self._failure is not None or self._stop else move(*arguments)
             except BaseException as failure:
                 self._failure = failure
-                self._fail(failure)
                 raise
 
     def receive_any(self, receive: AnyReceive) -> None:
@@ -176,14 +217,18 @@ class Runner:
         """
         self.home.check()
         self._check_refusal()
-        with self._lock:
-            self._check_alive()
-            now = time.monotonic()
-            self._endpoint.adopt(now)
-            self.engine.receive_any(receive, now)
-            wake = self._wakes_after_submission()
-        self._endpoint.complete_ended()
-        self._look_again(now, wake=wake)
+        try:
+            with self._lock:
+                self._check_alive()
+                now = time.monotonic()
+                self._endpoint.adopt(now)
+                self.engine.receive_any(receive, now)
+                wake = self._wakes_after_submission()
+            self._endpoint.complete_ended()
+            self._look_again(now, wake=wake)
+        except BaseException as failure:
+            self._before_raising(failure)
+            raise
 
     def act(self, action: Callable[[float], bool]) -> None:
         """Call ``action(now)`` on what lives beside the engine, under the lock.
@@ -191,13 +236,17 @@ class Runner:
         It returns whether there is something to send now, or something to do sooner than before.
         """
         self.home.check()
-        with self._lock:
-            self._check_alive()
-            now = time.monotonic()
-            if not action(now):
-                return
-            wake = self._sleepers > 0
-        self._look_again(now, wake=wake)
+        try:
+            with self._lock:
+                self._check_alive()
+                now = time.monotonic()
+                if not action(now):
+                    return
+                wake = self._sleepers > 0
+            self._look_again(now, wake=wake)
+        except BaseException as failure:
+            self._before_raising(failure)
+            raise
 
     def let_messages_leave(self) -> None:
         """Wait until the thread that moves messages at the moment has moved those that are there, for a short time.
@@ -240,19 +289,23 @@ class Runner:
             return
         self.home.check()
         begin, begun, endpoint = time.monotonic(), handle.begun, self._endpoint
-        if begun is not None:
-            if self._turns.driver is None and self._in_lane(endpoint.hurry_unlisted, begun):
-                self._turns.rest(begin, resting=begin < self._next_tick)
-                handle.complete(None)
-                self._waited(time.monotonic() - begin)
-                return
-            with self._lock:
-                endpoint.adopt(begin)
-        deadline = begin + timeout_s
-        # The peers are asked late enough not to disturb them, and early enough for answers before the deadline.
-        ask_at = max(begin + 0.5 * timeout_s, deadline - 1.0)
-        if not self._drive(handle, begin, deadline, ask_at):
-            self._look_on(handle, deadline, ask_at)
+        try:
+            if begun is not None:
+                if self._turns.driver is None and self._in_lane(endpoint.hurry_unlisted, begun):
+                    self._turns.rest(begin, resting=begin < self._next_tick)
+                    handle.complete(None)
+                    self._waited(time.monotonic() - begin)
+                    return
+                with self._lock:
+                    endpoint.adopt(begin)
+            deadline = begin + timeout_s
+            # The peers are asked late enough not to disturb them, and early enough for answers before the deadline.
+            ask_at = max(begin + 0.5 * timeout_s, deadline - 1.0)
+            if not self._drive(handle, begin, deadline, ask_at):
+                self._look_on(handle, deadline, ask_at)
+        except BaseException as failure:
+            self._before_raising(failure)
+            raise
         now = time.monotonic()
         with self._lock:
             operation = handle.operation
@@ -307,6 +360,18 @@ class Runner:
         for thread in tuple(self._threads):
             thread.join(max(0.1, deadline - time.monotonic()) + 1.0)
 
+    def carry_out_apart(self, closing: Callable[[], None]) -> None:
+        """Call a function that closes the group in a thread of its own, for which the end of the interpreter waits."""
+
+        def carry_out() -> None:
+            try:
+                closing()
+            except BaseException:
+                _log.exception("rank %d: closing the group has failed", self.engine.rank)
+
+        self._is_closing = True
+        threading.Thread(target=carry_out, name=f"totalreduce-{self.engine.rank}-close").start()
+
     def join_at_close(self, thread: threading.Thread) -> None:
         """Have ``close`` wait for a thread that was started, and that ends when the engine is closed.
 
@@ -353,6 +418,7 @@ class Runner:
         while self._turns.is_driven() and time.monotonic() < patience:
             self._turns.pause()
         with self._moving:
+            self._is_open = False
             self.transport.close(max(0.0, self._deadline - time.monotonic()))
 
     def _drive(self, handle: Handle, begin: float, deadline: float, ask_at: float) -> bool:
@@ -387,11 +453,9 @@ class Runner:
             if not resting:
                 turns.unpark()
         except BaseException as failure:
-            # An exception here (Ctrl-C above all) may have cut a message in two: nothing can be trusted any more.
             if turns.driver is me:
                 # In this order: no thread becomes the next driver, and the communication thread does not wait for this.
                 self._failure, self._stop, turns.driver = failure, True, None
-                self._fail(failure)
             raise
         if self._stop:
             handle.wait(max(0.0, deadline - time.monotonic()))
@@ -403,7 +467,7 @@ class Runner:
         if operation is None or operation.carriage is None:
             return
         with self._moving:
-            if self._failure is None:
+            if self._failure is None and self._is_open:
                 self._endpoint.hurry(operation)
         self._endpoint.complete_ended()
 
@@ -440,7 +504,7 @@ class Runner:
         progress = False
         with self._moving:
             try:
-                if self._failure is None:
+                if self._failure is None and self._is_open:
                     if self._endpoint.unlisted:
                         with self._lock:
                             self._endpoint.adopt(time.monotonic())
@@ -452,7 +516,11 @@ class Runner:
                 raise
         self._endpoint.complete_ended()
         if not progress and not (handle is not None and handle.done):
-            self.transport.wait(timeout_s, eager=handle is not None)
+            try:
+                self.transport.wait(timeout_s, eager=handle is not None)
+            except (OSError, ValueError):  # of what is closed
+                if self._is_open:
+                    raise
         with self._lock:
             self._sleepers -= 1
 
@@ -492,7 +560,10 @@ class Runner:
         finally:
             self._turns.unpark()
             self.transport.wake()
-            _log.error("rank %d: the communication stopped", self.engine.rank, exc_info=failure)
+            level = logging.DEBUG if self._is_closing else logging.ERROR
+            # The program gets what is no ``Exception`` itself (Ctrl-C, ``sys.exit`` in a signal handler).
+            trace = failure if isinstance(failure, Exception) else None
+            _log.log(level, "rank %d: %r has ended the communication", self.engine.rank, failure, exc_info=trace)
 
     def _check_alive(self) -> None:
         if isinstance(self._failure, ConfigurationError):  # too few descriptors, for instance: the user can mend it

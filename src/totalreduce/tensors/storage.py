@@ -82,7 +82,7 @@ class StorageHold:
 
     def release(self) -> None:
         """Allow resizing the storage, if there is no other hold. A second call does nothing."""
-        holds = self._holds
+        holds = getattr(self, "_holds", None)  # an exception in a signal handler may have cut ``__init__`` short
         if holds is None or holds.pid != os.getpid():  # in a forked child a thread that is not there may hold the lock
             return
         with holds.lock:
