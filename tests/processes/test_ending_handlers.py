@@ -104,6 +104,7 @@ def test_a_handler_of_sigterm_ends_the_group(fleet, link, interface):
 
 @pytest.mark.slow
 @pytest.mark.alone
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("interface", ["c10d", "group"])
 @pytest.mark.parametrize("link", ["shm", "tcp"])

@@ -77,6 +77,7 @@ def test_survivors_that_end_at_their_error_name_the_victim(fleet, link, number):
 
 @pytest.mark.slow
 @pytest.mark.alone
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("size", [4, 8])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("link", ["shm", "tcp"])
@@ -87,6 +88,7 @@ def test_any_rank_in_any_moment(fleet, link, number, size):
 
 @pytest.mark.slow
 @pytest.mark.alone
+@pytest.mark.timeout(1200)
 @pytest.mark.hosts
 @pytest.mark.skipif(
     not sys.platform.startswith("linux")
