@@ -75,3 +75,12 @@ def test_a_file_that_keeps_something_else_is_refused(tmp_path):
     path.write_text('{"name": 1}\n{"key": "one", "result": 1}\n')
     with pytest.raises(ConfigurationError, match="line 1, is not a kept result"):
         KeptResults(path)
+
+
+def test_results_that_cannot_be_kept_are_one_warning(tmp_path, caplog):
+    kept = KeptResults(tmp_path / "absent" / "kept.jsonl")
+    for number in range(2):
+        kept.keep(f"step {number}", {"seconds": number})
+    assert kept["step 1"] == {"seconds": 1}
+    [said] = caplog.messages
+    assert "kept.jsonl: No such file or directory (ENOENT). The benchmark goes on;" in said
