@@ -18,6 +18,7 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PythonCallbackWork
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from totalreduce.foundation.errors import UnsupportedError
@@ -55,7 +56,8 @@ class Dispatched:
     def _call(self, name: str, *arguments: Any) -> Any:
         last = _CarryOut(getattr(self._group, name), name, arguments)
         with _beneath(last), _Present(self._group):
-            return getattr(self._plain, name)(*arguments)
+            returned = getattr(self._plain, name)(*arguments)
+        return next((work for stand_in, work in last.works if stand_in is returned), returned)
 
 
 class _Present(TorchDispatchMode):
@@ -73,12 +75,19 @@ class _Present(TorchDispatchMode):
 
 
 class _CarryOut(TorchDispatchMode):
-    """The last mode: it calls the method with the tensors that the other modes, and classes of tensors, have left."""
+    """The last mode: it calls the method with the tensors that the other modes, and classes of tensors, have left.
+
+    A handle of ours cannot be a result of an operator: C++ does not hold the Python object, and a mode may keep the
+    result for long (selective checkpointing returns it in a second call). So a handle of C++ that calls ours is.
+
+    Attributes:
+        works: The handles that are results of operators, and those of ours for which they stand.
+    """
 
     def __init__(self, method: Callable[..., Any], name: str, arguments: tuple[Any, ...]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._method, self._name, self._arguments = method, name, arguments
-        self._works: list[Any] = []  #: Held until the call returns, since C++ does not hold their Python objects.
+        self.works: list[tuple[dist.Work, dist.Work]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         place = _place_of_group(func)
@@ -95,8 +104,9 @@ class _CarryOut(TorchDispatchMode):
         work = self._method(*tensors, *self._arguments[len(tensors) :])
         if work is None:
             return None
-        self._works.append(work)
-        return work.boxed() if len(func._schema.returns) == 1 else (args[0], work.boxed())
+        stand_in = PythonCallbackWork(work.wait)
+        self.works.append((stand_in, work))
+        return stand_in.boxed() if len(func._schema.returns) == 1 else (args[0], stand_in.boxed())
 
 
 def _place_of_group(func: Any) -> int | None:
