@@ -226,7 +226,6 @@ def test_buffers_that_an_evaluation_replaces_are_kept_and_restored() -> None:
     assert [model.small.unique().tolist(), model.large.unique().tolist()] == [[1.0], [1.0]]
     kept.load({"small": torch.ones(3) * 5})
     assert model.small.tolist() == [5.0] * 3
-    assert set(kept.changed()) >= {"small"}
 
 
 @pytest.mark.parametrize("sync", [None, tr.ParameterServer()], ids=["gradients", "servers"])

@@ -249,9 +249,8 @@ def test_the_optimizers_gradients_are_not_staged() -> None:
         assert model.weight.grad is not None
         assert lies_in_shared_memory(group, model.weight.grad)
         assert (model.weight.grad == 1.0).all()  # the mean of 0, 1 and 2
-        assert (model.weight.grad.untyped_storage().nbytes()) == 4 * (
-            100 * 200 + 200 + 2 + 1 + 3
-        )  # present, changed, joined
+        flags = 2 + 1 + 3 + 2  # present, changed, joined, first and again
+        assert model.weight.grad.untyped_storage().nbytes() == 4 * (100 * 200 + 200 + flags)
         optimizer.close()
 
     run_ranks(3, body, transport="shm")

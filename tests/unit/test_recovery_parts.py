@@ -76,10 +76,12 @@ def test_incomplete_batches_can_be_dropped() -> None:
     assert dealt == [[[0, 1, 2, 3], [8, 9, 10, 11]], [[4, 5, 6, 7], [12, 13, 14, 15]]]
 
 
-def test_more_ranks_than_samples_leave_ranks_without_a_sample() -> None:
-    samplers = [placed(2, 4, rank, 3) for rank in range(3)]
+def test_a_rank_for_which_no_sample_is_left_gets_one_that_does_not_count() -> None:
+    samplers = [placed(2, 4, rank, 3, shuffle=False) for rank in range(3)]
     assert [sampler.next_share for sampler in samplers] == [1, 1, 0]
-    assert [len(list(sampler)) for sampler in samplers] == [1, 1, 0]
+    dealt = [list(sampler) for sampler in samplers]
+    assert dealt[:2] == [[[0]], [[1]]]
+    assert dealt[2] in dealt[:2]
 
 
 def test_ranks_join_after_a_block_without_samples_only_if_the_next_step_has_samples_for_them() -> None:

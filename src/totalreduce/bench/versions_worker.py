@@ -97,14 +97,14 @@ def _step(group: tr.Group, config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _sparse(group: tr.Group, config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Steps that send one flat gradient by Ok-Topk: from the beginning of backward until the parameters are updated."""
+    """Steps that send one gradient by Ok-Topk: from the beginning of backward until the parameters are updated."""
     count = config["elements"]
-    model = _Flat(count)
+    model = _Flat(1, count)  # vectors are not compressed
     inner = torch.optim.SGD(model.parameters(), lr=0.001)
     optimizer = tr.DistributedOptimizer(inner, model, group=group, sync=tr.OkTopk(density=0.01))
-    signal = torch.randn(count, generator=torch.Generator().manual_seed(_SEED)) * _SIGNAL
+    signal = torch.randn(1, count, generator=torch.Generator().manual_seed(_SEED)) * _SIGNAL
     generator = torch.Generator().manual_seed(_SEED + 1 + group.rank)
-    noise = torch.randn(count, generator=generator)
+    noise = torch.randn(1, count, generator=generator)
 
     def make_gradient() -> None:
         turn = int(torch.randint(count, (), generator=generator))
@@ -128,9 +128,9 @@ class _Flat(nn.Module):
         gradients: A list of one tensor, which the next backward pass takes out of it.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, *shape: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(count))
+        self.weight = nn.Parameter(torch.zeros(shape))
         self.gradients: list[torch.Tensor] = []
 
     def forward(self) -> Any:

@@ -7,6 +7,8 @@ from typing import final
 
 import torch
 
+from totalreduce.tensors.modes import outside_inference_mode
+
 __all__ = ["Watch"]
 
 #: The most elements of a tensor that are compared.
@@ -24,6 +26,7 @@ class Watch:
     also tell a change that was put back from one that was not.
     """
 
+    @outside_inference_mode
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         """Note the tensors as they are. The watch is of no use when a tensor has got other memory."""
         self._tensors = list(tensors)
