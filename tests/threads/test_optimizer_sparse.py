@@ -12,6 +12,7 @@ import pytest
 import torch
 from optimizer_cases import Net, all_equal, batches, flat, loss_of, shard
 
+from totalreduce.codecs.half import Half
 from totalreduce.codecs.plain import Plain
 from totalreduce.foundation.errors import ConfigurationError, PlanMismatchError
 from totalreduce.foundation.types import ReduceOp
@@ -21,6 +22,7 @@ from totalreduce.pytorch.buckets import ParameterSpec
 from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback, Part, plan_parts
 from totalreduce.pytorch.optimizer import DistributedOptimizer
 from totalreduce.sparse import auto
+from totalreduce.sparse.coded import Coded
 from totalreduce.sparse.dense import Dense
 from totalreduce.sparse.device import DeviceAccumulator, SideStreams, kernels_for
 from totalreduce.sparse.methods import METHODS
@@ -560,6 +562,28 @@ def test_residuals_outlive_a_new_plan(world_size: int, begun: bool) -> None:
         return flat(model)
 
     assert all_equal(run_ranks(world_size, body))
+
+
+@pytest.mark.parametrize("method", [OkTopk(density=0.05), TopkA(density=0.05), PowerSGD(rank=1), Coded(codec=Half())])
+def test_a_new_plan_leaves_the_residuals_of_each_rank_where_no_rank_has_gradients(method) -> None:
+    """The ranks exchange nothing but zeros, so a rank that is lost meanwhile has lost nothing of its residuals."""
+
+    def body(group: Group) -> None:
+        model = Net(FLOAT)
+        optimizer = wrap(model, group, method, feedback=ErrorFeedback(elements_min=0, momentum=0.5))
+        for batch in batches(2, dtype=FLOAT):
+            loss_of(model, shard(batch, group)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        kept = optimizer.compressed.residuals
+        before = [[flat.clone() for flat in flats.values()] for flats in (kept.kept, kept.velocities)]
+        assert all(flat.any() for flats in before for flat in flats)
+        model.head.bias.requires_grad_(False)
+        optimizer.replan()
+        for flats, were in zip((kept.kept, kept.velocities), before, strict=True):
+            assert all(map(torch.equal, flats.values(), were))
+
+    run_ranks(2, body)
 
 
 @pytest.mark.parametrize(

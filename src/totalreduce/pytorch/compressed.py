@@ -227,11 +227,12 @@ class CompressedReducer(GradientReducer):
     def abandon(self) -> None:
         """End an open round without a result. Elements that were sent go back to the residuals.
 
-        Gradients whose buckets have not left stay. If the round was to send everything, the next one is.
+        Gradients whose buckets have not left stay. If the round was to send everything, the next one is. If no rank
+        had a gradient, the residuals of every rank stay as they were.
         """
         state = self._state
         updates = self._end_exchange()
-        if updates is not None:
+        if updates is not None and any(update.present.any() for update in updates):
             if state.result is None:
                 self._mask(updates)
             self._take_back(updates)
