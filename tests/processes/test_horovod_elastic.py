@@ -214,3 +214,60 @@ def test_the_program_of_the_documentation_runs(tmp_path: Path) -> None:
     found = Run(tmp_path / "run", 3, program=program, on_loss="shrink", restarts=0)
     assert found.result.exit_code == 0, found.result.errors
     assert [found.result.output[seat] for seat in (1, 2)] == ["2 0 9 10 0.02\n", "2 1 9 10 0.02\n"]
+
+
+RETRAINED = """
+import hashlib, json, os, signal, sys
+from pathlib import Path
+import torch
+import totalreduce.horovod as hvd
+
+hvd.init()
+me = os.environ["RANK"] + "." + os.environ.get("TOTALREDUCE_INCARNATION", "0")
+torch.manual_seed(7)
+model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+model[:2].requires_grad_(False)
+optimizer = torch.optim.AdamW(model[1:].parameters(), lr=0.1)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+
+@hvd.elastic.run
+def train(state):
+    while state.step < 9:
+        if state.step == 3:
+            model[1].requires_grad_(True)
+            optimizer.replan()
+        if state.step == 5:
+            model[0].requires_grad_(True)
+            optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.3})
+        if f"{me}:{state.step}" in sys.argv[2].split(","):
+            os.kill(os.getpid(), signal.SIGKILL)
+        rows = torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * state.step + hvd.rank()))
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        optimizer.step()
+        state.step += 1
+        if state.step % 2 == 0:
+            state.commit()
+
+state = hvd.elastic.TorchState(model, optimizer, step=0)
+train(state)
+values = [each.detach().numpy().tobytes() for each in model.parameters()]
+values += [entry["exp_avg"].numpy().tobytes() for entry in optimizer.state_dict()["state"].values()]
+final = {"digest": hashlib.sha256(b"".join(values)).hexdigest(), "step": state.step}
+final |= {"groups": [len(group["params"]) for group in optimizer.param_groups]}
+Path(sys.argv[1], f"final-{hvd.rank()}.json").write_text(json.dumps(final))
+"""
+
+
+def test_what_is_trained_belongs_to_the_state(tmp_path: Path) -> None:
+    """Ranks are lost when the others have unfrozen a layer or added a group since their last commit, and later."""
+    program = tmp_path / "program.py"
+    program.write_text(RETRAINED)
+    plain = Run(tmp_path / "plain", 2, "", program=program, on_loss="replace")
+    deaths = "1.0:3,0.0:4,1.1:5,0.1:7"
+    disturbed = Run(tmp_path / "disturbed", 2, deaths, program=program, on_loss="replace")
+    assert plain.result.exit_code == disturbed.result.exit_code == 0, disturbed.result.errors
+    assert len(disturbed.epochs()) == 5
+    assert disturbed.finals == plain.finals
+    assert [(final["step"], final["groups"]) for final in plain.finals] == [(9, [4, 2])] * 2
+    assert len({final["digest"] for final in plain.finals}) == 1

@@ -68,6 +68,17 @@ def test_replaced_ranks_change_no_bit(tmp_path: Path, plain: Run) -> None:
     assert len({final["digest"] for final in plain.finals}) == 3  # the running statistics are those of each rank
 
 
+@pytest.mark.slow
+def test_a_group_that_was_added_comes_back_with_the_shards(tmp_path: Path) -> None:
+    """Each attempt builds the optimizer without it. Rank 1 dies before it is copied, and rank 0 after that."""
+    alone = run(tmp_path / "plain", 2, "--add", on_loss="replace")
+    disturbed = run(tmp_path / "disturbed", 2, "--add", "--die", "1:5:forward,0:11:backward", on_loss="replace")
+    assert disturbed.result.exit_code == 0, disturbed.result.errors
+    assert [version for version, _ in begins(disturbed, seat=1)][1] in (0, 3)
+    assert [version for version, _ in begins(disturbed, seat=0)][-1] in (6, 9)
+    assert disturbed.finals == alone.finals
+
+
 #: Rank 1 kills rank 2, which has the copy of its part, and itself.
 TOGETHER = ("--die", "1:5:forward:2")
 

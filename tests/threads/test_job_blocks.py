@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import shutil
 
 import pytest
 import torch
@@ -156,6 +157,35 @@ def expected_without_samples():
         with torch.no_grad():
             module.weight -= 0.1 * gradient
     return first.weight.detach(), second.weight.detach()
+
+
+def test_a_job_goes_on_from_the_disk_with_another_plan_than_its_optimizers_were_made_with(tmp_path) -> None:
+    """Without the launcher, too, where they have plans before the job begins. The second layer was unfrozen before."""
+
+    def body(group, num_steps):
+        model = torch.nn.Sequential(*modules())
+        model[1].requires_grad_(False)
+        optimizer = tr.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, group=group)
+        snapshots = tr.Snapshots(tmp_path, every=1)
+        with tr.recoverable(tr.State(model=model, optimizer=optimizer), snapshots=snapshots) as job:
+            for step in job.steps(num_steps):
+                with job.step():
+                    if step == 1:
+                        model[1].requires_grad_(True)
+                        optimizer.replan()
+                    model(torch.full((1, 4), 1.0 + group.rank + step)).sum().backward()
+                    optimizer.step()
+                snapshots.wait()
+                group.barrier()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    alone = run_ranks(2, lambda group: body(group, 5))
+    for path in tmp_path.iterdir():
+        shutil.rmtree(path)
+    run_ranks(2, lambda group: body(group, 3))
+    again = run_ranks(2, lambda group: body(group, 5))
+    for mine, theirs in zip(itertools.chain(*again), itertools.chain(*alone), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 # ----------------------------------------------------------------------------------------------- loops that are refused
@@ -383,6 +413,49 @@ def test_strategies_that_cannot_be_recovered_are_refused(sync, why) -> None:
             tr.recoverable(tr.State(model=first, optimizer=optimizer))
 
     run_ranks(1, body)
+
+
+@pytest.mark.parametrize("sync", [tr.LocalSGD(period=3), tr.PostLocalSGD(start=9, then=tr.LocalSGD(period=2))])
+def test_what_a_strategy_has_begun_with_cannot_be_frozen(sync) -> None:
+    """A process in the place of a lost rank could not train the same parameters. The next block says so."""
+
+    def body(group):
+        model = torch.nn.Sequential(*modules())
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = tr.DistributedOptimizer(inner, model, group=group, sync=sync)
+        done = []
+
+        def train():
+            with tr.recoverable(tr.State(model=model, optimizer=optimizer)) as job:
+                for step in job.steps(4):
+                    if step == 2:
+                        model[0].requires_grad_(False)
+                    with job.step():
+                        model(torch.ones(1, 4)).sum().backward()
+                        optimizer.step()
+                    done.append(step)
+
+        with pytest.raises(ConfigurationError, match=r"1 of them were frozen since.*set their learning rate to 0"):
+            train()
+        assert done == [0, 1]
+
+    run_ranks(2, body)
+
+
+def test_after_compressed_gradients_have_left_a_block_makes_no_new_plan() -> None:
+    """They would go back to the residuals before the vote, and that could not be undone."""
+
+    def use(job, pair, rank):
+        for step in job.steps(3):
+            with job.step():
+                pair.loss(torch.ones(1), "first").backward()
+                if step == 1:
+                    pair.optimizers["first"].replan()
+                pair.optimizers["first"].step()
+
+    options = {"sync": tr.TopkA(density=0.4), "feedback": tr.ErrorFeedback(elements_min=1)}
+    for message in refusal(use, 2, **options):
+        assert "call replan() and add_param_group() before backward(), or in a block of their own (job.once)" in message
 
 
 def test_a_strategy_beside_another_optimizer_is_refused() -> None:

@@ -1,7 +1,6 @@
 """What a rank has for itself, with ranks as threads: what a new process gets of it, and calls that are repeated."""
 
 import contextlib
-import functools
 import logging
 import threading
 
@@ -12,7 +11,7 @@ from optimizer_cases import impatient, repeat_until_done
 import totalreduce as tr
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError
 from totalreduce.recovery.buffer_copies import Form, _Rows
-from totalreduce.recovery.forming import send_state
+from totalreduce.recovery.forming import send_state, share_outline
 from totalreduce.recovery.membership import Decision, Member
 from totalreduce.recovery.optimizers import Optimizers
 from totalreduce.recovery.replicas import OwnState
@@ -37,19 +36,21 @@ class Model(torch.nn.Module):
 class Process:
     """A process of a job of ``tr.recoverable``, without the launcher."""
 
-    def __init__(self, group, num_elements: int = 5, names=("first",)) -> None:
+    def __init__(self, group, num_elements: int = 5, names=("first",), **options) -> None:
         self.group, self.model, self.num_repeated = group, Model(num_elements), 0
+        parts = {name: self.model if options else getattr(self.model, name) for name in names}
         self.wrapped = {
             name: tr.DistributedOptimizer(
-                torch.optim.SGD(getattr(self.model, name).parameters(), lr=0.1),
-                getattr(self.model, name),
+                torch.optim.SGD(part.parameters(), lr=0.1),
+                part,
                 group=group,
                 name=name,
                 overlap="step",
                 buffers=None,
                 initial=None,
+                **options,
             )
-            for name in names
+            for name, part in parts.items()
         }
         self.state = tr.State(model=self.model, optimizer=self.wrapped)
         self.optimizers = Optimizers(self.wrapped)
@@ -68,6 +69,7 @@ class Process:
     def enter(self, group, decision: Decision, *, has_state: bool) -> None:
         if group is not self.group:
             self.group.take_over(group)
+            share_outline(self.state, self.group, decision.source)
             self.optimizers.form_again()
         self.decision = decision
         send_state(self.state, self.group, decision.source, decision.newcomers)
@@ -115,14 +117,13 @@ def train(world_size: int, num_blocks: int, num_elements: int, late: float = 0.0
     return run_ranks(world_size, body)
 
 
-def go_on(processes: list[Process | None], decision: Decision, num_elements: int) -> list[Process]:
-    """Form a group of processes, where ``None`` stands for a new one."""
+def go_on(processes, decision: Decision, num_elements: int, kind=Process, **options) -> list[Process]:
+    """Form a group of processes, where ``None`` stands for a new one, of this kind."""
+    found = [each or run_ranks(1, lambda group: kind(group, num_elements, **options))[0] for each in processes]
 
     def body(group):
-        process = processes[group.rank]
-        has_state = process is not None
-        process = process or Process(group, num_elements)
-        process.enter(group, decision, has_state=has_state)
+        process = found[group.rank]
+        process.enter(group, decision, has_state=processes[group.rank] is not None)
         group.barrier()
         return process
 
@@ -303,8 +304,8 @@ def test_rows_are_used_again_when_all_ranks_have_one_layout_again() -> None:
 
 def test_a_model_that_gets_its_first_buffer_while_the_job_runs_has_copies_of_it() -> None:
     class Bare(Process):
-        def __init__(self, group) -> None:
-            super().__init__(group)
+        def __init__(self, group, num_elements: int = 5) -> None:
+            super().__init__(group, num_elements)
             for name in ("mine", "average"):
                 delattr(self.model, name)
             self.own = OwnState(self.state, self.optimizers, 1)
@@ -328,15 +329,10 @@ def test_a_model_that_gets_its_first_buffer_while_the_job_runs_has_copies_of_it(
 
     ranks = run_ranks(3, body)
     assert [forms for _, forms in ranks] == [[Form.NOTHING, Form.ROWS]] * 3
-    after = run_ranks(3, functools.partial(_bare_goes_on, Bare, [process for process, _ in ranks]))
-    assert after == [[0.0, 1.0, 2.0, 3.0], [1.0, 2.0, 3.0, 4.0], [2.0, 3.0, 4.0, 5.0]]
-
-
-def _bare_goes_on(kind, processes, group):
-    process = processes[group.rank] if group.rank != 1 else kind(group)
-    process.enter(group, members(0, 1, 0, version=2), has_state=group.rank != 1)
-    group.barrier()
-    return process.model.first.cache.tolist()
+    [(first, _), _, (third, _)] = ranks
+    after = go_on([first, None, third], members(0, 1, 0, version=2), 5, kind=Bare)
+    wanted = [[0.0, 1.0, 2.0, 3.0], [1.0, 2.0, 3.0, 4.0], [2.0, 3.0, 4.0, 5.0]]
+    assert [each.model.first.cache.tolist() for each in after] == wanted
 
 
 def test_a_buffer_that_grows_after_the_vote_is_late() -> None:
@@ -398,6 +394,43 @@ def test_a_block_that_runs_out_of_time_between_two_rounds_of_its_vote_may_be_rep
         wanted = [buffers_of(each) for each in (first, second, third)]
         after = go_on([first, None, third], members(0, 1, 0, version=3), 5)
         assert [buffers_of(each) for each in after] == wanted
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_sparse_sessions_go_on_only_with_the_buckets_that_they_had(is_frozen: bool) -> None:
+    """After the last block, and before the next one, the program has frozen a layer and planned again.
+
+    The residual of the frozen layer comes from the copy all the same.
+    """
+    options = {"sync": tr.OkTopk(density=0.2), "feedback": tr.ErrorFeedback(elements_min=1)}
+
+    def begin(group):
+        process = Process(group, **options)
+        process.enter(group, members(0, 0, version=0), has_state=False)
+        for _ in range(2):
+            process.block()
+        if is_frozen:
+            process.model.second.requires_grad_(False)
+            process.wrapped["first"].replan()
+        group.barrier()
+        return process
+
+    def own_of(process):
+        compressed = process.wrapped["first"].compressed
+        names = {parameter: name for name, parameter in process.model.named_parameters()}
+        kept = {names[parameter]: flat.clone() for parameter, flat in compressed.residuals.kept.items()}
+        return kept, [state["steps"] for state in compressed.reducer.rounds.state()]
+
+    first, second = run_ranks(2, begin)
+    kept, _ = own_of(second)
+    assert set(kept) == {"first.weight", "second.weight"}
+    assert all(flat.any() for flat in kept.values())
+    first, new = go_on([first, None], members(0, 1, version=2), 5, **options)
+    for process in (first, new):
+        assert own_of(process)[1] == [0 if is_frozen else 2]
+    assert new.model.second.weight.requires_grad is not is_frozen
+    again, _ = own_of(new)
+    assert all(torch.equal(again[name], flat) for name, flat in kept.items())
 
 
 PLACES = ["step", "send", "begin"]

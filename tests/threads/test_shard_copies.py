@@ -72,6 +72,36 @@ def test_a_new_rank_gets_the_part_of_the_lost_one() -> None:
     assert all(each.num_bytes < 4.2 * 4 * ROWS for each in copies)  # the versions of the last epoch are given up
 
 
+def test_a_new_rank_trains_what_the_lost_one_trained() -> None:
+    """A group was added to the optimizer, and the layer in the other one was frozen."""
+    copies = [ShardCopies(every=1) for _ in range(2)]
+
+    def make():
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 1, bias=False))
+        state = State(model=model, optimizer=torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.5))
+        return model, state
+
+    def body(group, epoch, num_steps):
+        model, state = make()
+        copies[group.rank].synchronize(state, group, epoch, None, has_begun=epoch > 1)
+        if epoch == 1:
+            model[1].requires_grad_(False)
+            state.optimizer.add_param_group({"params": [model[0].weight], "lr": 0.5})
+        for _ in range(num_steps):
+            model(torch.ones(1, 2)).sum().backward()
+            state.optimizer.step()
+            state.count(None)
+            copies[group.rank].commit(state)
+        copies[group.rank]._receive()
+        group.barrier()
+        return state.digests(), [group["lr"] for group in state.optimizer.param_groups]
+
+    before = run_ranks(2, lambda group: body(group, 1, 2))
+    copies[1] = ShardCopies(every=1)
+    assert run_ranks(2, lambda group: body(group, 2, 0)) == before
+    assert before[1][1] == [0.1, 0.5]
+
+
 def test_the_version_before_is_kept_until_the_last_one_counts() -> None:
     copies = [ShardCopies(every=2) for _ in range(3)]
     run_job(copies, 7)

@@ -227,16 +227,7 @@ def make_state(width: int, kind=torch.optim.AdamW, *, frozen: bool = False, **va
     [
         (lambda: make_state(5), "parameter 0.weight: torch.float32[4, 3]", "parameter 0.weight: torch.float32[5, 3]"),
         (lambda: make_state(1), "parameter 0.weight: torch.float32[4, 3]", "parameter 0.weight: torch.float32[1, 3]"),
-        (
-            lambda: make_state(4, torch.optim.SGD),
-            "optimizer: AdamW with groups of [4] parameters",
-            "optimizer: SGD with groups of [4] parameters",
-        ),
-        (
-            lambda: make_state(4, frozen=True),
-            "optimizer: AdamW with groups of [4] parameters",
-            "optimizer: AdamW with groups of [2] parameters",
-        ),
+        (lambda: make_state(4, torch.optim.SGD), "optimizer: AdamW", "optimizer: SGD"),
         (lambda: make_state(4, best=1.0), "nothing", "value best"),
     ],
 )
@@ -278,7 +269,7 @@ def test_several_optimizers_come_back(tmp_path: Path) -> None:
     assert {name.split(" state")[0] for name in state.digests() if name.startswith("optimizer")} == {"optimizer a"}
     assert other.optimizers["b"].param_groups[0]["lr"] == 0.25
     assert other.sampler.state_dict() == {"epoch": 0, "cursor": 0, "part": 1, "begun": 2, "steps": 0}
-    assert "optimizer b: SGD with groups of [2] parameters" in state.describe().splitlines()
+    assert "optimizer b: SGD" in state.describe().splitlines()
 
 
 @pytest.mark.parametrize(

@@ -146,18 +146,11 @@ class Members:
             self.formed.close()
         self.group.close()
 
-    def form_again(self, config: CoordinationConfig, optimizers: Sequence[DistributedOptimizer]) -> None:
-        """Begin anew, after the group has other members. Collective among these.
-
-        Args:
-            config: The settings of the coordinator.
-            optimizers: The optimizers that go on; all ranks have the same ones, in the same order.
-        """
+    def form_again(self, config: CoordinationConfig) -> None:
+        """Begin anew, with ``config``, after the group has other members. Collective among these."""
         self.ranks = tuple(range(self.group.world_size))
         self.formed = self.group.coordinate(config=config)
         self.adasums.clear()
-        for optimizer in optimizers:
-            optimizer.form_again()
 
 
 @final
@@ -302,7 +295,8 @@ class Context:
     def form(self, *, store: StoreRank | None = None, **options: Any) -> Group:
         """Form the job's group anew with the processes that meet in the store. Collective among these.
 
-        Without a store the group is the one that ``start`` has formed.
+        The optimizers that go on have no plans before ``plan_again``. Without a store the group is the one that
+        ``start`` has formed.
         """
         group = self.group
         if store is None:
@@ -314,11 +308,16 @@ class Context:
         group.take_over(group.formation(store=store, **options))
         self._locality = Locality.among(_places(group), group.rank)
         members.made = lasting.made.copy()
-        members.form_again(self._config, lasting.optimizers)
+        members.form_again(self._config)
         global_process_set.register(0, members.ranks, group.rank)
         if self._timeline is not None:
             group.observers.append(self._timeline)
         return group
+
+    def plan_again(self) -> None:
+        """Plan the gradients of the optimizers that go on, in a group that ``form`` has formed. Collective."""
+        for optimizer in self._lasting.optimizers:  # all ranks have the same ones, in the same order
+            optimizer.form_again()
 
     def leave(self, reason: str) -> None:
         """End the group, so that the other ranks learn the reason, and what belongs to its members."""

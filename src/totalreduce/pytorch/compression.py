@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import logging
 import time
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -16,7 +18,7 @@ from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.buckets import ParameterSpec
 from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback, Residuals, shaped, states_for
-from totalreduce.pytorch.planning import PlanSettings
+from totalreduce.pytorch.planning import NamedParameters, PlanSettings
 from totalreduce.sparse.session import Method
 
 if TYPE_CHECKING:
@@ -41,15 +43,23 @@ class Compression:
     """
 
     def __init__(
-        self, group: Group, name: str, settings: PlanSettings, grad_scaler: torch.amp.GradScaler | None
+        self,
+        group: Group,
+        name: str,
+        settings: PlanSettings,
+        grad_scaler: torch.amp.GradScaler | None,
+        names: Callable[[], NamedParameters],
     ) -> None:
-        self._group, self.name, self._settings = group, name, settings
+        """``names`` returns the names of all parameters, also of those that are not in the present plan."""
+        self._group, self.name, self._settings, self._names = group, name, settings, names
         self.grad_scaler = grad_scaler
         self.residuals = Residuals()
         self.choices: list[Choice] = []
         self.reducer: CompressedReducer | None = None
         self._plan = CompressedPlan((), (), ())
         self._warned: set[str] = set()  #: The kinds of warnings that were shown.
+        self._planned: frozenset[torch.nn.Parameter] = frozenset()  #: The parameters of the plan.
+        self._digest = ""  #: Of the methods and buckets of the plan.
 
     def warn_of_skip(self) -> None:
         """Warn once that ``DistributedOptimizer.step`` has skipped a step; with a ``GradScaler`` that is usual."""
@@ -117,7 +127,7 @@ class Compression:
     def use(self, plan: CompressedPlan) -> CompressedReducer | None:
         """Make the reducer of a plan; ``None`` if the plan compresses nothing."""
         send_dense = self.reducer is not None and self.reducer.send_dense
-        self._plan, self.reducer = plan, None
+        self._plan, self._planned, self.reducer = plan, frozenset(plan.parameters), None
         settings, scaler, group = self._settings, self.grad_scaler, self._group
         if settings.sync is None or not plan.buckets:
             return None
@@ -143,6 +153,7 @@ class Compression:
             ),
         )
         self.reducer.send_dense = send_dense
+        self._digest = hashlib.sha256(json.dumps(self._buckets()).encode()).hexdigest()
         return self.reducer
 
     @property
@@ -178,14 +189,31 @@ class Compression:
     def pending(self) -> dict[str, Any]:
         """Return the part of the state that this rank has for itself, as it is when the present step is taken.
 
-        Not copied; empty if the plan compresses nothing.
+        Not copied; empty if the plan compresses nothing. Parameters that were compressed before, and are frozen now,
+        have their residuals in it, too.
         """
-        return {} if self.reducer is None else {"sessions": self.reducer.rounds.state(), **self.reducer.pending()}
+        if self.reducer is None:
+            return {}
+        pending = self.reducer.pending()
+        kept = self.residuals
+        for flats, key in ((kept.kept, "residuals"), (kept.velocities, "velocities")):
+            others = [parameter for parameter in flats if parameter not in self._planned]
+            if others:
+                names = self._names()
+                pending[key].update({names[each][0]: flats[each] for each in others if each in names})
+        return {"buckets": self._digest, "sessions": self.reducer.rounds.state(), **pending}
 
-    def load_sessions(self, sessions: Sequence[Mapping[str, Any]]) -> None:
-        """Have the sparse sessions go on from their states in ``pending``. On all ranks or on none."""
-        if self.reducer is not None:
-            self.reducer.rounds.load_state(sessions)
+    def load_sessions(self, state: Mapping[str, Any]) -> None:
+        """Have the sparse sessions go on from their states in ``pending``. On all ranks or on none.
+
+        Nothing happens if the present plan has other buckets: the sessions have begun anew with it.
+        """
+        if self.reducer is not None and self.has_buckets_of(state):
+            self.reducer.rounds.load_state(state["sessions"])
+
+    def has_buckets_of(self, state: Mapping[str, Any]) -> bool:
+        """Whether the present plan has the methods and buckets with which ``pending`` has returned a state."""
+        return bool(state.get("buckets", "") == self._digest)
 
     def load_pending(self, state: Mapping[str, Any], *, adds: bool = False) -> None:
         """Take residuals and velocities over from ``pending`` of another process.
@@ -194,11 +222,10 @@ class Compression:
             state: What ``pending`` has returned.
             adds: Add them to those of this rank, which goes on in the place of the other process, too.
         """
+        named = {name: parameter for parameter, names in self._names().items() for name in names}
         for mine, key in ((self.residuals.kept, "residuals"), (self.residuals.velocities, "velocities")):
-            for parameter, spec in self._plan.described():
-                flat = state[key].get(spec.name)
-                if flat is None:
-                    continue
+            for name, flat in state.get(key, {}).items():
+                parameter = named[name]
                 if adds and parameter in mine:
                     mine[parameter].add_(flat.to(parameter.device))
                 else:

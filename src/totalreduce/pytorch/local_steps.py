@@ -181,6 +181,17 @@ class LocalSteps:
         guard.before_commit()
         self._kept = None
 
+    def refuse_frozen(self) -> None:
+        """Raise ``ConfigurationError`` if parameters were frozen, which a process that joins could not train."""
+        num_frozen = self._replica.num_frozen
+        if num_frozen:
+            raise ConfigurationError(
+                f"sync={self.strategy.name!r} goes on with the trainable parameters that it has begun with, and "
+                f"{num_frozen} of them were frozen since: a process that takes the place of a lost rank could not "
+                "average them. Freeze parameters before the DistributedOptimizer is built, or set their learning rate "
+                "to 0 instead (param_groups)"
+            )
+
     def undo(self) -> None:
         """Set everything to what it was before a guarded step that has not ended, if there is one.
 

@@ -304,7 +304,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self._group, self._name, self._given_name = group, own_name, name
         #: What else happens in every round.
         self.guard: RoundGuard | None = None
-        self._compressed = Compression(group, self._name, self._settings, grad_scaler)
+        self._compressed = Compression(group, self._name, self._settings, grad_scaler, self._source.names)
         self._hooks = HookHandles()
         #: The steps of the strategy, if there is one.
         self._local: StrategySteps | None = None
@@ -412,7 +412,8 @@ class DistributedOptimizer(OptimizerWrapper):
             ConfigurationError: Raised before anything has changed: the optimizer is closed; another call ran out of
                 time and must be repeated; or the gradients are reduced already (by ``synchronize()``), and reducing
                 them again in the next ``step()`` would change them: with ``op=SUM``, with ``sync``, or with
-                ``join_divisor="world"`` where ranks have joined. Raised after the old plan was removed (correct the
+                ``join_divisor="world"`` where ranks have joined; or gradients that ``sync`` compresses have left in a
+                block of ``tr.recoverable``. Raised after the old plan was removed (correct the
                 cause and call ``replan()`` again): no parameter is trainable; or a parameter is not in the model, not
                 initialised, or synchronised by another ``DistributedOptimizer``.
             UnsupportedError: A subclass of ``ConfigurationError``: this rank has no plan because a parameter is
@@ -441,6 +442,12 @@ class DistributedOptimizer(OptimizerWrapper):
             raise ConfigurationError(
                 "the gradients are reduced already, and reducing them again under the new plan would change them: "
                 "call step() or zero_grad() first"
+            )
+        if self.guard is not None and self._compressed.reducer is not None and self._round.in_flight:
+            raise ConfigurationError(
+                "the gradients of this block have been sent, and a new plan would add them to the residuals, which is "
+                "not undone if a rank is lost: call replan() and add_param_group() before backward(), or in a block of "
+                "their own (job.once)"
             )
         self.flush()
         try:

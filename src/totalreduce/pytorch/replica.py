@@ -53,6 +53,11 @@ class ModelReplica:
         return self._dtype
 
     @property
+    def num_frozen(self) -> int:
+        """The number of parameters that require no gradients any more."""
+        return sum(not parameter.requires_grad for parameter in self._parameters)
+
+    @property
     def learning_rate(self) -> float:
         """The largest learning rate of the optimizer's groups of parameters; 0 if none has one."""
         rates = (group.get("lr") for group in self._optimizer.param_groups)

@@ -46,10 +46,12 @@ __all__ = [
     "enter_next_epoch",
     "form_group",
     "open_assembly",
+    "read_from_disk",
     "report_loss",
     "seed_generators",
     "send_state",
     "send_value",
+    "share_outline",
 ]
 
 _log = logging.getLogger(__name__)
@@ -132,6 +134,29 @@ class Shared(Protocol):
         ...
 
 
+def share_outline(state: State, group: Group, source: int, saved: Mapping[str, Any] | None = None) -> bool:
+    """Have all ranks train the same parameters as the source, before they plan gradients. Collective.
+
+    A process whose program is another one raises an error here, alone: the comparison of plans would raise one on every
+    rank.
+
+    Args:
+        state: The state of this rank.
+        group: The ranks.
+        source: The rank whose state all ranks will have.
+        saved: On the source: the state on disk with which the job begins, if there is one.
+
+    Returns:
+        Whether this rank has trained other parameters before, or by other groups of the optimizers.
+
+    Raises:
+        ConfigurationError: The state of the source is that of another program.
+    """
+    has_changed = saved is not None and _adopt_saved(state, saved)
+    outline = group.broadcast_object(state.outline() if group.rank == source else None, root=source)
+    return state.adopt(outline) or has_changed
+
+
 def send_state(state: Shared, group: Group, source: int, receivers: Sequence[int]) -> None:
     """Give the source's state to the receivers. Collective among these; the other ranks return at once."""
     if group.rank in receivers:
@@ -188,12 +213,16 @@ def enter_next_epoch(
         enter: Forms the group of an epoch, and brings its ranks to one state. Collective.
         leave: Ends a group that could not be entered, so that the other ranks learn the reason.
 
+    A process that joins and has another plan of gradients ends with its error. The ranks that have the state decide on
+    the next epoch without it.
+
     Returns:
         Whether there is a group; ``False``: the job has ended.
 
     Raises:
         RecoveryError: The job cannot go on.
         PeerLost, DeadlineExceededError, RendezvousError: No epoch could be entered before the deadline of the policy.
+        PlanMismatchError: This process joins, or no process does.
     """
     give_up_at = time.monotonic() + assembly.policy.deadline_s
     while (decision := meet()) is not None:
@@ -201,7 +230,9 @@ def enter_next_epoch(
             enter(decision)
         except RecoveryError:
             raise
-        except (PeerLost, DeadlineExceededError, RendezvousError) as error:
+        except (PeerLost, DeadlineExceededError, RendezvousError, PlanMismatchError) as error:
+            if isinstance(error, PlanMismatchError) and not _is_of_newcomer(decision, assembly):
+                raise
             _log.info("epoch %d could not be formed: %s", decision.epoch, error)
             leave(str(error))
             if time.monotonic() >= give_up_at:
@@ -211,6 +242,12 @@ def enter_next_epoch(
                 _collect_soon(assembly.seat)
             return True
     return False
+
+
+def _is_of_newcomer(decision: Decision, assembly: Assembly) -> bool:
+    """Whether a difference between the ranks must be that of a process that joins: this one has the state."""
+    rank = decision.rank_of(assembly.seat, assembly.incarnation)
+    return rank is not None and decision.members[rank].has_state and bool(decision.newcomers)
 
 
 def _collect_soon(seat: int) -> None:
@@ -247,10 +284,31 @@ def report_loss(assembly: Assembly, rank: int, error: PeerLost) -> None:
 
 def begin_from_disk(state: State, snapshots: Snapshots | None) -> None:
     """Begin with the last version on disk, if there is one. On one rank; the others then get the state."""
+    saved = read_from_disk(snapshots)
+    if saved is not None:
+        _adopt_saved(state, saved)
+        state.load_shared(saved)
+
+
+def _adopt_saved(state: State, saved: Mapping[str, Any]) -> bool:
+    """Do what ``State.adopt`` does, and say so if the program has trained other parameters."""
+    has_changed = state.adopt(saved)
+    if has_changed:
+        _log.warning(
+            "the snapshot has other trainable parameters or groups of optimizers than the program has made, and the "
+            "job goes on with those of the snapshot. To train others, change them when the job has begun"
+        )
+    return has_changed
+
+
+def read_from_disk(snapshots: Snapshots | None) -> dict[str, Any] | None:
+    """Return the last version on disk, which ``State.load_shared`` takes; ``None`` if there is none."""
     version = 0 if snapshots is None else snapshots.latest()
-    if snapshots is not None and version:
-        state.load_shared(snapshots.read_shared(version))
-        _log.info("the job begins with version %d, from %s", version, snapshots.folder)
+    if snapshots is None or not version:
+        return None
+    shared: dict[str, Any] = snapshots.read_shared(version)
+    _log.info("the job begins with version %d, from %s", version, snapshots.folder)
+    return shared
 
 
 def seed_generators(seed: int, version: int, rank: int) -> None:

@@ -23,21 +23,25 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, final
 
+import torch
+
 from totalreduce.foundation import checks, environment
 from totalreduce.foundation.errors import ConfigurationError, PeerLost, RecoveryError
+from totalreduce.foundation.types import ReduceOp
 from totalreduce.recovery.assembly import NEWCOMERS_S, Assembly
 from totalreduce.recovery.dealing import batches_of, needed
 from totalreduce.recovery.forming import (
-    begin_from_disk,
     compare_states,
     end_too_late,
     ended_early,
     enter_next_epoch,
     form_group,
     open_assembly,
+    read_from_disk,
     report_loss,
     seed_generators,
     send_state,
+    share_outline,
 )
 from totalreduce.recovery.membership import Decision
 from totalreduce.recovery.optimizers import Optimizers
@@ -229,8 +233,14 @@ class Job:
         if group.formation is None:
             if group.world_size > 1 and group.rank == 0:
                 _log.warning("the launcher does not replace ranks: a loss ends the job (totalreduce run --on-loss)")
-            if group.rank == 0:
-                begin_from_disk(state, self._options.snapshots)
+            saved = read_from_disk(self._options.snapshots) if group.rank == 0 else None
+            # The optimizers have plans already, and these are made again only if any rank needs another one.
+            has_changed = torch.tensor([share_outline(state, group, 0, saved)], dtype=torch.bool, device="cpu")
+            group.control.allreduce(has_changed, name="recovery/outline", op=ReduceOp.MAX).wait()
+            if has_changed:
+                self._optimizers.form_again()
+            if saved is not None:
+                state.load_shared(saved)
             send_state(state, group, 0, range(1, group.world_size))
             share_token(group, self._options.snapshots)
             self._read_own()
@@ -666,10 +676,12 @@ class Job:
         if has_state and state.version != version:
             raise RecoveryError(f"rank {rank} has version {state.version} of the state, and the others have {version}")
         group.take_over(form_group(assembly, group.formation))
-        self._optimizers.form_again()
         begins = not any(member.has_state for member in decision.members)
-        if begins and rank == decision.source:
-            begin_from_disk(state, self._options.snapshots)
+        saved = read_from_disk(self._options.snapshots) if begins and rank == decision.source else None
+        share_outline(state, group, decision.source, saved)
+        self._optimizers.form_again()
+        if saved is not None:
+            state.load_shared(saved)
         send_state(state, group, decision.source, decision.newcomers)
         share_token(group, self._options.snapshots)
         self._own.restore(decision, has_state=has_state)

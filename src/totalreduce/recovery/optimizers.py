@@ -172,8 +172,14 @@ class Optimizers:
             each.form_again()
 
     def begin_block(self) -> None:
-        """Note that a block begins."""
+        """Note that a block begins.
+
+        Raises:
+            ConfigurationError: Parameters were frozen that a strategy has begun with.
+        """
         self._settling = None
+        for each in self.strategies.values():
+            each.refuse_frozen()
 
     def end_block(self) -> None:
         """Drop all gradients, also of optimizers that the block has not stepped."""

@@ -228,6 +228,9 @@ def load_parts(
     described: dict[int, dict[Path, Any]] = {}
     for words in control.allgather_object({part: _described(each) for part, each in parts.items()}):
         described.update(words)
+    first = min(servers)
+    outline = {key: parts[first].shared.get(key) for key in ("layout", "trained")} if first in parts else None
+    state.adopt(control.broadcast_object(outline, root=servers[first]))
     tensors = _Tensors(described, state.parameters_by_path())
     wanted = control.allgather_object([[box.offset, box.shape] for box in tensors.boxes.values()])
     shared = _send_rest(group, parts, servers, world_size)

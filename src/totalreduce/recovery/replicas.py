@@ -182,8 +182,8 @@ class OwnState:
         self._replicas = Replicas(num_copies)
         self._world_size = self._group.world_size  #: Of the last epoch.
         #: By optimizer the states of the sparse sessions, at the present version and after the block.
-        self._sessions: dict[str, list[dict[str, Any]]] = {}
-        self._next_sessions: dict[str, list[dict[str, Any]]] = {}
+        self._sessions: dict[str, dict[str, Any]] = {}
+        self._next_sessions: dict[str, dict[str, Any]] = {}
         self._buffers = BufferCopies(state)
         self._sending: Exchange | None = None  #: The exchange that has not ended.
         #: The layout of the copies that count, and of those of the last exchange, if they are rows of buffers.
@@ -370,9 +370,13 @@ class OwnState:
                 )
 
     def _knows_sessions(self) -> bool:
-        """Whether this rank has noted the states of the sparse sessions of every optimizer."""
+        """Whether this rank has noted the states of the sparse sessions of every optimizer, in its present plan."""
         compressions = self._optimizers.compressions
-        return all(name in self._sessions for name, each in compressions.items() if each.reducer is not None)
+        return all(
+            each.has_buckets_of(self._sessions.get(name, {}))
+            for name, each in compressions.items()
+            if each.reducer is not None
+        )
 
     def _are_known(
         self,
@@ -386,7 +390,7 @@ class OwnState:
             seats[rank] in holders if rank in newcomers else words["sessions"] for rank, words in enumerate(said)
         )
 
-    def _send(self, decision: Decision, version: int) -> dict[str, list[dict[str, Any]]]:
+    def _send(self, decision: Decision, version: int) -> dict[str, dict[str, Any]]:
         """Send the state as that of a version; return the states of the sparse sessions, by optimizer."""
         form = self._buffers.form
         if form is Form.NOTHING:
@@ -399,7 +403,7 @@ class OwnState:
         self._next_layout = self._buffers.row_layout
         return {}
 
-    def _send_packed(self, decision: Decision, version: int) -> dict[str, list[dict[str, Any]]]:
+    def _send_packed(self, decision: Decision, version: int) -> dict[str, dict[str, Any]]:
         """Do what ``_send`` does, by messages to the next ranks."""
         pending = self._pending()
         if self.num_copies and self._group.world_size > 1:
@@ -412,5 +416,6 @@ class OwnState:
         return _sessions_of(pending)
 
 
-def _sessions_of(pending: Mapping[str, Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    return {name: each.get("sessions", []) for name, each in pending.items()}
+def _sessions_of(pending: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return by optimizer what ``Compression.load_sessions`` needs."""
+    return {name: {key: each[key] for key in ("buckets", "sessions") if key in each} for name, each in pending.items()}

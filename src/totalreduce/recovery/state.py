@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, final, runtime_checkable
@@ -20,6 +21,7 @@ from totalreduce.recovery.dealing import Dealer
 from totalreduce.recovery.refusals import check_model, check_optimizers
 from totalreduce.recovery.sampler import ElasticSampler
 from totalreduce.recovery.stream import ElasticStream
+from totalreduce.recovery.trained import KeptTrained, Trained, of_optimizer
 from totalreduce.tensors.values import set_values
 
 __all__ = ["State", "Stateful", "load_object"]
@@ -50,12 +52,14 @@ class _Kept:
     Attributes:
         values: The plain values.
         objects: The ``state_dict`` of each object: of schedulers, of a ``GradScaler``.
+        trained: Which parameters were trained, and by which groups of the optimizers.
         settings: The hyper-parameters of all optimizers, by group.
         sampler: The ``state_dict`` of the sampler or stream, or nothing.
     """
 
     values: dict[str, Any]
     objects: dict[str, Any]
+    trained: KeptTrained
     settings: list[dict[str, Any]]
     sampler: dict[str, int] | None
 
@@ -130,7 +134,7 @@ class State:
         """
         check_model(model)
         self.optimizers = dict(optimizer) if isinstance(optimizer, Mapping) else {"": optimizer}
-        self._inners = {name: _inner(name, each, model) for name, each in self.optimizers.items()}
+        self._inners = {name: _inner(name, each) for name, each in self.optimizers.items()}
         if not self.optimizers:
             raise ConfigurationError("tr.State needs an optimizer, and optimizer={} has none")
         if sampler is not None and not isinstance(sampler, Dealer):
@@ -148,8 +152,7 @@ class State:
         self._names = tuple(name for name in values if name not in self._objects)
         check_optimizers(self._inners, model)
         self._buffers = KeptBuffers(model)
-        #: Where the modules have their parameters: to look for them in every block takes longer than the rest of it.
-        self._parameters = [module._parameters for module in model.modules()]
+        self._trained = Trained({"": model}, self._inners)
         for name, value in values.items():
             setattr(self, name, value)
         self._kept = self._light()
@@ -169,15 +172,17 @@ class State:
         lines += [] if self.sampler is None else [self.sampler.describe()]
         return "\n".join(lines)
 
-    def _layout(self) -> list[str]:
+    def _layout(self, *, shows_groups: bool = False) -> list[str]:
         """Return what must be equal in a process that goes on with this state, one part in a line.
 
-        That is not so of buffers, which may get other shapes, and may be registered or removed, while the job runs.
+        That is not so of buffers, which may get other shapes, and may be registered or removed, while the job runs, nor
+        of the parameters that are trained.
         """
         lines = [f"parameter {name}: {each.dtype}{list(each.shape)}" for name, each in self.model.named_parameters()]
         for name, inner in self._inners.items():
             sizes = [len(group["params"]) for group in inner.param_groups]
-            lines += [f"optimizer{_of(name)}: {type(inner).__qualname__} with groups of {sizes} parameters"]
+            groups = f" with groups of {sizes} parameters" if shows_groups else ""
+            lines += [f"optimizer{of_optimizer(name)}: {type(inner).__qualname__}{groups}"]
         lines += [f"value {name}" for name in self._names]
         lines += [f"object {name}: {type(value).__qualname__}" for name, value in self._objects.items()]
         return lines
@@ -214,6 +219,7 @@ class State:
     def restore(self) -> None:
         """Set everything to what it was when ``keep`` was called, and drop the gradients."""
         kept = self._kept
+        self._trained.restore(kept.trained)
         for name, value in _copy_of(kept.values).items():
             setattr(self, name, value)
         for name, value in _copy_of(kept.objects).items():
@@ -243,10 +249,8 @@ class State:
 
     def drop_gradients(self) -> None:
         """Set all gradients to ``None``: they are no part of the state, so a block begins without any."""
-        for parameters in self._parameters:
-            for parameter in parameters.values():
-                if parameter is not None:
-                    parameter.grad = None
+        for parameter in self._trained.parameters():
+            parameter.grad = None
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for inner in self._inners.values() for group in inner.param_groups]
@@ -255,20 +259,50 @@ class State:
         return _Kept(
             values={name: _copy_of(getattr(self, name)) for name in self._names},
             objects={name: _copy_of(value.state_dict()) for name, value in self._objects.items()},
+            trained=self._trained.keep(),
             settings=[{key: _copy_of(group[key]) for key in group if key != "params"} for group in self._groups()],
             sampler=None if self.sampler is None else self.sampler.state_dict(),
         )
 
     # ----------------------------------------------------------------------------------- a state that comes from others
 
+    def outline(self) -> dict[str, Any]:
+        """Return what ``adopt`` needs in another process. It is part of what ``shared`` returns."""
+        return {"layout": self._layout(), "trained": self._trained.document()}
+
+    def adopt(self, outline: Mapping[str, Any]) -> bool:
+        """Train the parameters that another process trains, by the same groups of the optimizers; see ``Trained``.
+
+        A process does so before it plans gradients; ``load_shared`` does it, too.
+
+        Args:
+            outline: What ``outline`` or ``shared`` has returned in another process.
+
+        Returns:
+            Whether this process has trained anything else before.
+
+        Raises:
+            ConfigurationError: It is the state of another program. Nothing has changed.
+        """
+        # Snapshots have not always had the former, and had the sizes of groups, and buffers, in the layout instead.
+        trained = outline.get("trained")
+        layout = [line for line in outline["layout"] if not line.startswith("buffer ")]
+        difference = checks.first_difference(layout, self._layout(shows_groups=trained is None))
+        if difference is not None:
+            raise ConfigurationError(
+                f"the state of the job has {difference[0]!r}, and this process's has {difference[1]!r}: start the "
+                "program that the state is of"
+            )
+        return trained is not None and self._trained.adopt(trained)
+
     def shared(self) -> dict[str, Any]:
         """Return everything that a process needs to begin with this version. Tensors are not copied."""
         light = self._light()
         return {
+            **self.outline(),
             "version": self.version,
             "steps": self.steps,
             "done": self._done,
-            "layout": self._layout(),
             "model": self._tensors(),
             "buffers": self._buffers.describe(),
             "optimizers": {name: inner.state_dict() for name, inner in self._inners.items()},
@@ -295,14 +329,7 @@ class State:
         Raises:
             ConfigurationError: It is the state of another program. Nothing has changed.
         """
-        # The library has not always left the buffers out of the layout.
-        layout = [line for line in shared["layout"] if not line.startswith("buffer ")]
-        difference = checks.first_difference(layout, self._layout())
-        if difference is not None:
-            raise ConfigurationError(
-                f"the state of the job has {difference[0]!r}, and this process's has {difference[1]!r}: start the "
-                "program that the state is of"
-            )
+        self.adopt(shared)
         prefix = "buffer "
         tensors = {name.removeprefix(prefix): each for name, each in shared["model"].items() if name.startswith(prefix)}
         buffers = shared.get("buffers")
@@ -335,8 +362,14 @@ class State:
         return {name: each for name, each in steps.items() if isinstance(each, LocalSteps)}
 
     def digests(self) -> dict[str, str]:
-        """Return SHA-256 of each parameter and of each tensor of the optimizer's state. They are equal on all ranks."""
-        return {name: _sha256(tensor) for name, tensor in self._compared()}
+        """Return SHA-256 of each parameter and of each tensor of the optimizer's state. They are equal on all ranks.
+
+        There is also one of which parameters are trained, and by which groups of the optimizers.
+        """
+        trained = self._trained.document()
+        text = json.dumps([trained["frozen"], trained["groups"]])
+        digests = {name: _sha256(tensor) for name, tensor in self._compared()}
+        return {**digests, "which parameters are trained": hashlib.sha256(text.encode()).hexdigest()}
 
     def _compared(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.model.named_parameters()
@@ -344,7 +377,7 @@ class State:
             for index, entry in inner.state_dict()["state"].items():
                 for key, value in entry.items():
                     if isinstance(value, torch.Tensor):
-                        yield f"optimizer{_of(name)} state {index}, {key}", value
+                        yield f"optimizer{of_optimizer(name)} state {index}, {key}", value
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         named: dict[str, torch.Tensor] = dict(self.model.named_parameters())
@@ -363,7 +396,7 @@ def load_object(target: Any, state: Mapping[str, Any]) -> None:
         target._per_optimizer_states.clear()
 
 
-def _inner(name: str, optimizer: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
+def _inner(name: str, optimizer: Any) -> torch.optim.Optimizer:
     """Return the optimizer of torch, if the state can have it."""
     inner = optimizer.wrapped if isinstance(optimizer, DistributedOptimizer) else optimizer
     if not isinstance(name, str):
@@ -374,20 +407,7 @@ def _inner(name: str, optimizer: Any, model: torch.nn.Module) -> torch.optim.Opt
         raise ConfigurationError(
             "tr.State does not support LBFGS, which changes the parameters several times in one step"
         )
-    known = set(model.parameters())
-    for number, group in enumerate(inner.param_groups):
-        odd = [list(parameter.shape) for parameter in group["params"] if parameter not in known]
-        if odd:
-            raise ConfigurationError(
-                f"optimizer{_of(name)} has a parameter of shape {odd[0]} in group {number} that is not in the model of "
-                "the tr.State, so it would not be recovered. Several modules are one model in a torch.nn.ModuleDict"
-            )
     return inner
-
-
-def _of(name: str) -> str:
-    """Return how messages name one of several optimizers, after a word."""
-    return f" {name}" if name else ""
 
 
 def _sha256(tensor: torch.Tensor) -> str:

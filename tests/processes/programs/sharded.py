@@ -61,6 +61,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=3)
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--replicates", type=int, default=1, help="the first dimension of the mesh, for HSDP")
+    parser.add_argument("--add", action="store_true", help="put a part of the model into a second group in version 4")
     parser.add_argument("--hold", type=int, default=0, help="wait for so many ranks before the second epoch")
     parser.add_argument("--late", type=float, default=0.0, help="the seconds for which a second process waits")
     parser.add_argument("--snapshots", type=Path)
@@ -88,7 +89,7 @@ def main() -> None:
 
             model = Model()
             shard(model, arguments.replicates)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            optimizer = torch.optim.AdamW((model.last if arguments.add else model).parameters(), lr=1e-2)
             sampler = tr.ElasticSampler(arguments.samples, 8, seed=3)
             state = tr.State(model=model, optimizer=optimizer, sampler=sampler, losses=[])
             loader = DataLoader(dataset, batch_sampler=sampler)
@@ -111,6 +112,8 @@ def main() -> None:
                     sampler.load_state_dict({"epoch": 1, "cursor": 0})
                     time.sleep(0.1)
                 for indices, rows, targets in attempt.batches(loader):
+                    if arguments.add and state.version >= 4 and len(optimizer.param_groups) == 1:
+                        optimizer.add_param_group({"params": list(model.first.parameters()), "lr": 0.05})
                     used = {"version": state.version, "epoch": epoch, "samples": indices.tolist()}
                     used["attempt"] = begun_at.item()
                     die_at("forward")
@@ -119,7 +122,7 @@ def main() -> None:
                     die_at("backward")
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                     optimizer.step()
-                    optimizer.zero_grad()
+                    model.zero_grad()
                     die_at("updated")
                     log.write(json.dumps(used) + "\n")  # before commit, which ends the attempt if processes join
                     attempt.commit()

@@ -9,7 +9,7 @@ from typing import Concatenate, ParamSpec, TypeVar, cast, final
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.groups.group import Group
 from totalreduce.horovod.context import context
-from totalreduce.horovod.elastic.state import ElasticRun, State, progress_of
+from totalreduce.horovod.elastic.state import ElasticRun, State, progress_of, train_as_latest
 from totalreduce.recovery.assembly import Assembly
 from totalreduce.recovery.runs import Runs, latest_version
 
@@ -105,6 +105,9 @@ class _Function:
         progress.source = source
         if self.has_lost:
             state.restore()
+        if epoch:
+            train_as_latest(state)
+            context.plan_again()
         if epoch > 1:
             state.on_reset()
         state.sync()

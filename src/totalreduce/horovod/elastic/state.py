@@ -15,13 +15,24 @@ from totalreduce.groups.encoding import encode
 from totalreduce.horovod.context import context
 from totalreduce.horovod.elastic.sampler import ElasticSampler
 from totalreduce.pytorch.optimizer import DistributedOptimizer
+from totalreduce.pytorch.wrapper import OptimizerWrapper
 from totalreduce.recovery.forming import send_state
 from totalreduce.recovery.places import Places
 from totalreduce.recovery.runs import Run
 from totalreduce.recovery.state import Stateful, load_object
+from totalreduce.recovery.trained import Trained
 from totalreduce.tensors.modes import write
 
-__all__ = ["ElasticRun", "HostsUpdatedInterrupt", "ObjectState", "Progress", "State", "TorchState", "progress_of"]
+__all__ = [
+    "ElasticRun",
+    "HostsUpdatedInterrupt",
+    "ObjectState",
+    "Progress",
+    "State",
+    "TorchState",
+    "progress_of",
+    "train_as_latest",
+]
 
 
 class HostsUpdatedInterrupt(RuntimeError):
@@ -146,6 +157,10 @@ class State(ABC):
         """Tell all ranks which samples each has used. Collective if the state has samplers; this one has none."""
         return
 
+    def _train_as_latest(self) -> None:
+        """Train the parameters that the rank with the latest state trains. Collective, before gradients are planned."""
+        return
+
     def _look_for_newcomers(self) -> None:
         progress = self._progress
         if progress.run is not None and progress.run.has_newcomers():
@@ -156,6 +171,11 @@ class State(ABC):
 def progress_of(state: State) -> Progress:
     """Return how far a state is. Attributes of a state are the program's, so it has no property for this."""
     return state._progress
+
+
+def train_as_latest(state: State) -> None:
+    """Have a state train the parameters that the rank with the latest state trains. Collective."""
+    state._train_as_latest()
 
 
 class ObjectState(State):
@@ -187,6 +207,7 @@ class ObjectState(State):
             raise ConfigurationError(f"an elastic state cannot hold a value of the name {taken[0]!r}: choose another")
         self._names: tuple[str, ...] = ()
         self._saved: dict[str, Any] = {}
+        self._saved_trained: dict[str, Any] = {}
         self._places: dict[str, tuple[torch.nn.Module, Places]] = {}  #: Of the parameters of each module.
         for name, value in values.items():
             setattr(self, name, value)
@@ -199,6 +220,7 @@ class ObjectState(State):
         super().__setattr__(name, value)
         if not name.startswith("_") and name in self._names and isinstance(value, Stateful):
             self._saved[name] = _copied(_captured(value))
+            self._saved_trained = _copied(self._trained().document())
 
     def save(self) -> None:
         """Keep a copy of all values in memory. Collective if there are samplers: all ranks learn what each has used.
@@ -219,7 +241,7 @@ class ObjectState(State):
         for name, (module, places) in self._places.items():
             if getattr(self, name) is module:
                 places.put_back()
-        self._load(_copied(self._saved))
+        self._load(_copied(self._saved), _copied(self._saved_trained))
 
     def sync(self) -> None:
         """Begin with the values of the rank whose state is the latest. Collective. Gradients are dropped."""
@@ -246,6 +268,24 @@ class ObjectState(State):
             return [f"{name}.{key}: {each.dtype}{list(each.shape)}" for key, each in tensors]
         return [f"{name}: {type(value).__qualname__ if isinstance(value, Stateful) else 'a value'}"]
 
+    def _trained(self) -> Trained:
+        """Return what is known of the models and of the optimizers whose parameters they have."""
+        values = {name: getattr(self, name) for name in self._names}
+        models = {name: each for name, each in values.items() if isinstance(each, torch.nn.Module)}
+        known = {parameter for model in models.values() for parameter in model.parameters()}
+        optimizers = {}
+        for name, each in values.items():
+            inner = each.wrapped if isinstance(each, OptimizerWrapper) else each
+            if isinstance(inner, torch.optim.Optimizer) and all(
+                parameter in known for group in inner.param_groups for parameter in group["params"]
+            ):
+                optimizers[name] = inner
+        return Trained(models, optimizers)
+
+    def _train_as_latest(self) -> None:
+        trained = self._trained()
+        trained.adopt(self.broadcast_latest(trained.document()))
+
     def _share_records(self) -> None:
         samplers, group = self._samplers(), context.formed_group
         if not samplers or group is None:
@@ -266,7 +306,7 @@ class ObjectState(State):
         plain = {name: value for name, value in values.items() if not isinstance(getattr(self, name), Stateful)}
         encode(plain)  # refuses what cannot be sent, before another rank waits for it
         self._note_places()
-        self._saved = _copied(values, self._saved)
+        self._saved, self._saved_trained = _copied(values, self._saved), _copied(self._trained().document())
 
     def _note_places(self) -> None:
         """Note which tensors are the parameters of the modules, and where their memory is."""
@@ -279,8 +319,9 @@ class ObjectState(State):
                 else:
                     places.look()
 
-    def _load(self, values: Mapping[str, Any]) -> None:
-        """Set all values; ``values`` is not used by anybody else."""
+    def _load(self, values: Mapping[str, Any], trained: Mapping[str, Any]) -> None:
+        """Set all values, and what is trained; the arguments are not used by anybody else."""
+        self._trained().adopt(trained)
         for name, value in values.items():
             target = getattr(self, name)
             if isinstance(target, ElasticSampler):
@@ -325,10 +366,11 @@ class _Sent:
     state: ObjectState
 
     def shared(self) -> dict[str, Any]:
-        return {name: _captured(getattr(self.state, name)) for name in self.state._names}
+        values = {name: _captured(getattr(self.state, name)) for name in self.state._names}
+        return {"values": values, "trained": self.state._trained().document()}
 
     def load_shared(self, shared: Mapping[str, Any], /) -> None:
-        self.state._load(shared)
+        self.state._load(shared["values"], shared["trained"])
 
 
 def _captured(value: Any) -> Any:
