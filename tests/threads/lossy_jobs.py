@@ -52,7 +52,7 @@ def lossy(state: tr.State, losses: Losses) -> Iterator[tr.recovery.job.Job]:
             begin_vote()
 
         job._form_again = form_again
-        job._optimizers.guard(job._step_alone, job._before_wait, before_vote, job._end_vote)
+        job._optimizers.guard(lambda: job.batch_counts, job._step_alone, job._before_wait, before_vote, job._end_vote)
         try:
             yield job
         finally:
