@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from totalreduce.tensors.modes import outside_inference_mode, version_of, write, writing
@@ -37,6 +38,14 @@ def test_results_are_written_in_every_mode_and_thread() -> None:
             write(each, torch.full((2, 3), 2.0))
     assert all(each.sum() == 12 for each in (normal, leaf, inference))
     assert (version_of(normal), version_of(leaf), version_of(inference)) == (2, 2, 0)
+
+
+def test_a_parameter_that_consists_of_other_tensors_is_written_through_the_dispatcher() -> None:
+    """As the ``DTensor`` of FSDP2: it has no memory of its own."""
+    parts = torch.zeros(2, 3), torch.zeros(2, 3)
+    parameter = torch.nn.Parameter(TwoTensor(*parts))
+    write(parameter, TwoTensor(torch.ones(2, 3), torch.full((2, 3), 2.0)))
+    assert [float(part.mean()) for part in (parameter.a, parameter.b)] == [1.0, 2.0]
 
 
 def test_tensors_of_both_kinds_are_changed_in_one_call() -> None:

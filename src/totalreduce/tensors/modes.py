@@ -37,7 +37,9 @@ def writing(*tensors: torch.Tensor) -> contextlib.AbstractContextManager[object]
 def write(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy a result, which has no gradient, into a tensor of the program, in whatever thread and mode this is."""
     if target.requires_grad or target.is_inference() or torch._C._len_torch_dispatch_stack():
-        with unseen(), writing(target):
+        # A tensor that consists of others (DTensor) has no memory of its own: without the dispatch torch would crash.
+        consists_of_others = hasattr(target, "__tensor_flatten__")
+        with contextlib.nullcontext() if consists_of_others else unseen(), writing(target):
             target.copy_(source)
     else:
         target.copy_(source)
