@@ -10,6 +10,7 @@ import torch
 import totalreduce as tr
 from totalreduce.foundation.errors import ConfigurationError, PeerLost, RecoveryError
 from totalreduce.recovery.attempts import Attempts
+from totalreduce.recovery.membership import Decision, Member
 from totalreduce.testing import run_ranks
 
 
@@ -34,7 +35,9 @@ class Program:
     def attempt(self):
         """Run an attempt that a loss may end."""
         self.epoch += 1
-        self.attempts.level(self.group, has_state=self.epoch > 1, epoch=self.epoch)
+        members = tuple(Member(seat, 0, has_state=False) for seat in range(self.group.world_size))
+        decision = Decision(self.epoch, members, self.state.version)
+        self.attempts.level(self.group, has_state=self.epoch > 1, decision=decision)
         policy = SimpleNamespace(on_loss="replace")
         assembly = SimpleNamespace(policy=policy, begin=lambda: None, finish=lambda: None)
         with self.attempts.begin(self.group, assembly, self.epoch) as attempt:

@@ -75,6 +75,14 @@ def test_only_the_loss_of_a_rank_ends_an_attempt_without_an_error() -> None:
         raise PeerLost(1, "gone")
 
 
+def test_a_loss_is_looked_for_in_errors_that_cause_each_other() -> None:
+    """As with ``raise error from error``: the search must end."""
+    first, second = RuntimeError("first"), RuntimeError("second")
+    first.__cause__, second.__cause__ = second, first
+    with pytest.raises(RuntimeError, match="first"), attempt_of(make_state()):
+        raise first
+
+
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, ValueError])
 def test_an_error_that_the_program_makes_of_a_loss_is_its_own(error: type[BaseException]) -> None:
     def body() -> None:
@@ -218,12 +226,12 @@ def test_a_step_that_is_repeated_finds_buffers_and_values_as_they_were_after_the
         }
 
     group = group_of()
-    attempts.level(group, has_state=False, epoch=1)
+    attempts.level(group, has_state=False, decision=None)
     begin = seen()
     with contextlib.suppress(PeerLost), attempts.begin(group, None, 0):
         forward()
         raise PeerLost(1, "gone")  # in the first step
-    attempts.level(group, has_state=True, epoch=2)
+    attempts.level(group, has_state=True, decision=None)
     assert seen() == begin
     second = attempts.begin(group, None, 1)
     with contextlib.suppress(PeerLost), second:
@@ -234,33 +242,47 @@ def test_a_step_that_is_repeated_finds_buffers_and_values_as_they_were_after_the
         assert (after_step["1.num_batches_tracked"], after_step["version"]) == (1, 1)
         forward()
         raise PeerLost(1, "gone")  # in the second step
-    attempts.level(group, has_state=True, epoch=3)
+    attempts.level(group, has_state=True, decision=None)
     assert seen() == after_step
 
 
+@pytest.mark.parametrize(
+    "place",
+    ["totalreduce.recovery.attempts.compare_states", "totalreduce.recovery.hook_states.HookStates.enter"],
+)
 def test_a_loss_while_an_attempt_is_levelled_keeps_the_buffers_that_came_from_another_rank(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     """The rank has then the parameters of the other rank, and must not get its own old buffers again."""
     model = torch.nn.BatchNorm1d(2)
     state = State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     attempts = Attempts(state, SimpleNamespace(), timeout_s=1.0)
     monkeypatch.setattr("totalreduce.recovery.attempts.compare_states", lambda *_: None)
-    attempts.level(group_of(), has_state=False, epoch=1)
+    attempts.level(group_of(), has_state=False, decision=None)
     with attempts.begin(group_of(), None, 0) as attempt:
         attempt.commit()
 
     def send_state(*_: object) -> None:
         model.running_mean.fill_(3.0)
 
-    def lose(*_: object) -> None:
+    def lose(*_: object, **__: object) -> None:
         raise PeerLost(1, "gone")
 
-    monkeypatch.setattr("totalreduce.recovery.attempts.send_state", send_state)
-    monkeypatch.setattr("totalreduce.recovery.attempts.compare_states", lose)
-    with pytest.raises(PeerLost):
-        attempts.level(group_of(), has_state=True, epoch=2)
+    with monkeypatch.context() as patch:
+        patch.setattr("totalreduce.recovery.attempts.send_state", send_state)
+        patch.setattr(place, lose)
+        with pytest.raises(PeerLost):
+            attempts.level(group_of(), has_state=True, decision=None)
     monkeypatch.setattr("totalreduce.recovery.attempts.send_state", lambda *_: None)
-    monkeypatch.setattr("totalreduce.recovery.attempts.compare_states", lambda *_: None)
-    attempts.level(group_of(), has_state=True, epoch=3)
+    attempts.level(group_of(), has_state=True, decision=None)
     assert model.running_mean.tolist() == [3.0, 3.0]
+
+
+def test_a_grad_scaler_that_is_switched_off_goes_back_with_the_others() -> None:
+    """As ``GradScaler(enabled=use_amp)`` in a program for machines with and without a GPU."""
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    state = make_state(scaler=scaler, total=1)
+    state.keep()
+    state.total = 2
+    state.restore()
+    assert (state.total, scaler.state_dict()) == (1, {})

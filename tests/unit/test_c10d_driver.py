@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 import torch
 
+from totalreduce.foundation.errors import PeerLost
 from totalreduce.sparse import c10d_driver
 from totalreduce.sparse.actions import Allgather, Alltoall, Messages
 from totalreduce.sparse.c10d_driver import C10dDriver
+from totalreduce.tensors.streams import SideStreams
 
 RANKS = 64
 #: Two batches of eight distances, each with a message that is sent and one that is received.
@@ -172,3 +174,15 @@ def test_messages_between_any_pairs_end_whatever_each_rank_has_to_do(monkeypatch
 def test_few_ranks_begin_everything_at_once(monkeypatch):
     _, groups = on_all_ranks(monkeypatch, lambda driver, rank: reply(driver, Allgather(block(rank, 0, 4), [4] * 9)), 9)
     assert {group.most for group in groups} == {16}
+
+
+def test_an_error_of_torch_keeps_its_cause():
+    """``tr.attempts`` looks there for the rank that is lost."""
+    driver = C10dDriver.__new__(C10dDriver)
+    driver.rank, driver._device, driver._streams, driver._failed = 0, torch.device("cpu"), SideStreams(), None
+    error = torch.distributed.DistBackendError("rank 1 is lost")
+    error.__cause__ = cause = PeerLost(1, "gone")
+    for _ in range(2):  # the second time as the error of an action that cannot begin any more
+        with pytest.raises(torch.distributed.DistBackendError) as caught, driver.guarded():
+            raise error
+        assert caught.value.__cause__ is cause

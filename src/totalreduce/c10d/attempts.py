@@ -21,6 +21,7 @@ from totalreduce.launch.bootstrap import describe_settings, init
 from totalreduce.launch.rendezvous import StoreRank, open_store
 from totalreduce.launch.spares import await_seat
 from totalreduce.recovery.attempts import Attempt, Attempts, ShardedAttempts
+from totalreduce.recovery.hook_states import HookStates
 from totalreduce.recovery.snapshots import Snapshots
 from totalreduce.recovery.state import State
 
@@ -35,6 +36,7 @@ def attempts(
     *,
     copies: ShardCopies | None = None,
     seed: int = 0,
+    replicas: int = 1,
     timeout: timedelta = timedelta(minutes=5),
     verify: bool = True,
     snapshots: Snapshots | None = None,
@@ -67,6 +69,9 @@ def attempts(
         copies: Keeps copies of a sharded state; in place of ``state``.
         seed: The generators of torch, NumPy and Python are seeded with it, the version and the rank, at the begin and
             after each ``commit``.
+        replicas: The number of ranks that have a copy of what ``tr.ddp_hook`` keeps back on each rank. The copies are
+            sent before each ``optimizer.step()``, if there is such a hook. With 0 the residuals of a lost rank are
+            lost. Not with ``copies``.
         timeout: Deadline of collectives that name none, and of the decision who the members are.
         verify: Compare SHA-256 of parameters and optimizer state on all ranks when an attempt begins. Not with
             ``copies``.
@@ -89,20 +94,25 @@ def attempts(
         snapshots.watch()
     try:
         timeout_s, settings = timeout.total_seconds(), describe_settings()
+        part: Attempts | ShardedAttempts | None = None
         if state is not None:
-            yield from Attempts(
+            part = Attempts(
                 state,
                 membership,
                 timeout_s=timeout_s,
                 seed=seed,
+                replicas=replicas,
                 verify=verify,
                 snapshots=snapshots,
                 settings=settings,
             )
         elif copies is not None:
-            yield from ShardedAttempts(
+            part = ShardedAttempts(
                 copies, membership, timeout_s=timeout_s, seed=seed, snapshots=snapshots, settings=settings
             )
+        assert part is not None
+        membership.keeper = part.hooks
+        yield from part
     finally:
         if snapshots is not None:
             snapshots.release()
@@ -111,10 +121,15 @@ def attempts(
 
 @final
 class _DefaultProcessGroup:
-    """Forms and ends the default process group."""
+    """Forms and ends the default process group.
+
+    Attributes:
+        keeper: Keeps what the hooks of DDP keep back.
+    """
 
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
+        self.keeper: HookStates | None = None
 
     def form(self, *, store: StoreRank | None = None, **options: Any) -> Group:
         """Form it with the processes that meet in the store, or with those that the launcher names."""
@@ -132,6 +147,7 @@ class _DefaultProcessGroup:
                 )
         default = dist.distributed_c10d._get_default_group()
         assert isinstance(default, ProcessGroupTotalReduce)
+        default.keeper = self.keeper
         return default.group
 
     def _meeting(self) -> dict[str, Any]:

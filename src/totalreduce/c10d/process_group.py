@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,9 @@ from totalreduce.groups.group import Group
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.work import Work
 
+if TYPE_CHECKING:
+    from totalreduce.pytorch.ddp_hook import HookKeeper
+
 __all__ = ["ProcessGroupTotalReduce"]
 
 #: torch's stub knows neither the constructor for subclasses nor that one body may serve all overloads.
@@ -64,6 +67,7 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
 
     Attributes:
         group: The group that carries the operations out; its own methods may be used beside torch's.
+        keeper: Keeps what the hooks of DDP keep back while process groups come and go (``tr.attempts``); or ``None``.
     """
 
     #: ``torch.distributed.monitored_barrier`` recognises the library's process groups by this attribute.
@@ -96,6 +100,7 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
         """
         super().__init__(group.rank, group.world_size)
         self.group = group
+        self.keeper: HookKeeper | None = None
         group.keep_order()  # torch's operations on one tensor follow one another
         self._calls = Calls(group, timeout)
         self._start = self._calls.start

@@ -223,13 +223,7 @@ class Compression:
             adds: Add them to those of this rank, which goes on in the place of the other process, too.
         """
         named = {name: parameter for parameter, names in self._names().items() for name in names}
-        for mine, key in ((self.residuals.kept, "residuals"), (self.residuals.velocities, "velocities")):
-            for name, flat in state.get(key, {}).items():
-                parameter = named[name]
-                if adds and parameter in mine:
-                    mine[parameter].add_(flat.to(parameter.device))
-                else:
-                    mine[parameter] = flat.to(parameter.device, copy=True)
+        self.residuals.take_over(state, named, adds=adds)
 
     def _buckets(self) -> dict[str, Any]:
         """Return the methods and buckets as JSON values. The state of sessions is of use only if these are equal."""

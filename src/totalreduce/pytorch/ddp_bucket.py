@@ -10,7 +10,7 @@ residual in the end.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -27,7 +27,9 @@ from totalreduce.sparse.device import accumulator_of
 from totalreduce.sparse.session import BucketShape, Report, Session, Update
 from totalreduce.tensors.streams import SideStreams
 
-__all__ = ["BucketLayout", "HookBucket", "HookSettings", "Memory"]
+__all__ = ["BucketLayout", "HookBucket", "HookSettings", "Memory", "Parameters", "Regrouped"]
+
+Parameters = tuple[torch.nn.Parameter, ...]
 
 #: Indices are int32.
 _ELEMENTS_END = 1 << 31
@@ -83,11 +85,21 @@ class BucketLayout:
 
 @final
 class Memory:
-    """The residuals, and spare tensors of the same size where DDP's buffers are not float32."""
+    """The residuals and velocities, and spare tensors of the same size.
+
+    A pass writes new residuals. After ``keep`` it does not write into those that are kept, but into spare tensors, so
+    that ``go_back`` needs no copy. Without ``keep`` there are spare tensors only where DDP's buffers are not float32.
+
+    Attributes:
+        residuals: The residuals and velocities that the next pass begins with.
+    """
 
     def __init__(self) -> None:
         self.residuals = Residuals()
         self._spares: dict[torch.nn.Parameter, torch.Tensor] = {}
+        #: What ``go_back`` sets again.
+        self._held: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._held_velocities: dict[torch.nn.Parameter, torch.Tensor] = {}
 
     def spare(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """Return the spare tensor of a parameter, with any contents."""
@@ -96,9 +108,89 @@ class Memory:
         return self._spares[parameter]
 
     def swap(self, parameter: torch.nn.Parameter) -> None:
-        """Make the spare tensor the residual, and the residual the spare tensor."""
+        """Make the spare tensor the residual, and the residual the spare tensor, unless it is kept."""
         kept = self.residuals.kept
-        kept[parameter], self._spares[parameter] = self._spares[parameter], kept[parameter]
+        before, kept[parameter] = kept[parameter], self._spares.pop(parameter)
+        if before is not self._held.get(parameter):
+            self._spares[parameter] = before
+
+    def write(self, parameter: torch.nn.Parameter, flat: torch.Tensor) -> None:
+        """Set a residual to a copy of ``flat``."""
+        if self.residuals.of(parameter) is self._held.get(parameter):
+            self.spare(parameter)
+            self.swap(parameter)
+        self.residuals.kept[parameter].copy_(flat)
+
+    def spare_no_held_velocities(self) -> None:
+        """Have the next pass not write into velocities that are kept. After ``MomentumCorrection.commit``."""
+        spare = self.residuals.spare_velocities
+        for parameter, velocity in self._held_velocities.items():
+            if spare.get(parameter) is velocity:
+                del spare[parameter]
+
+    def pending(self) -> dict[str, dict[torch.nn.Parameter, torch.Tensor]]:
+        """Return residuals and velocities as they are when the present step is taken: flat, not copied."""
+        return {"residuals": self.residuals.kept, "velocities": self.residuals.velocities}
+
+    def load(
+        self,
+        pending: Mapping[str, Mapping[str, torch.Tensor]],
+        parameters: Mapping[str, torch.nn.Parameter],
+        *,
+        adds: bool,
+    ) -> None:
+        """Begin with what ``pending`` has returned in another process, by names. See ``Residuals.take_over``."""
+        self.residuals.take_over(pending, parameters, adds=adds)
+
+    def keep(self) -> None:
+        """Have ``go_back`` return to what the residuals and velocities are now."""
+        residuals = self.residuals
+        for held, now, spare in (
+            (self._held, residuals.kept, self._spares),
+            (self._held_velocities, residuals.velocities, residuals.spare_velocities),
+        ):
+            for parameter, old in held.items():
+                if now.get(parameter) is not old:
+                    spare.setdefault(parameter, old)
+            held.clear()
+            held.update(now)
+
+    def go_back(self) -> None:
+        """Set residuals and velocities to what they were when ``keep`` was called, or to nothing."""
+        residuals = self.residuals
+        for held, now, spare in (
+            (self._held, residuals.kept, self._spares),
+            (self._held_velocities, residuals.velocities, residuals.spare_velocities),
+        ):
+            for parameter, new in now.items():
+                if held.get(parameter) is not new:
+                    spare[parameter] = new
+            now.clear()
+            now.update(held)
+
+    def give(self, parameter: torch.nn.Parameter, flats: tuple[torch.Tensor | None, torch.Tensor | None]) -> None:
+        """Begin with a residual and a velocity that ``take`` has returned, and keep them."""
+        for held, now, flat in (
+            (self._held, self.residuals.kept, flats[0]),
+            (self._held_velocities, self.residuals.velocities, flats[1]),
+        ):
+            if flat is not None:
+                held[parameter] = now[parameter] = flat
+
+    def take(self, parameter: torch.nn.Parameter) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the residual and the velocity of a parameter, and forget it; ``None`` where there is none."""
+        flats = self.residuals.kept.pop(parameter, None), self.residuals.velocities.pop(parameter, None)
+        for each in (self._held, self._held_velocities, self._spares, self.residuals.spare_velocities):
+            each.pop(parameter, None)
+        return flats
+
+    def __contains__(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether a parameter has a residual."""
+        return parameter in self.residuals.kept
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Return the parameters that have a residual or a velocity."""
+        return [*{**self.residuals.kept, **self.residuals.velocities}]
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +297,7 @@ class HookBucket:
         with streams.beside(buffer.device):
             for stretch, flat in zip(self._layout.compressed, self._flats, strict=True):
                 if self._in_place:
-                    memory.residuals.of(stretch.parameter).copy_(flat)
+                    memory.write(stretch.parameter, flat)
                 else:
                     memory.swap(stretch.parameter)
                     buffer[stretch.begin : stretch.end] = 0
@@ -217,6 +309,7 @@ class HookBucket:
             for place, values in self._means:
                 buffer[place] = values.to(buffer.device)
         self._correction.commit()
+        memory.spare_no_held_velocities()
         self._means, self._sparse_means = [], None
 
     def spoil(self) -> None:
@@ -289,6 +382,46 @@ class HookBucket:
         means = exact.to(self._buffer.dtype)
         narrow = means.element_size() < exact.element_size()
         return means, ((exact - means.float()) / self._scale).numpy() if narrow else None
+
+
+@final
+class Regrouped:
+    """The gradients of DDP's buckets of one pass, copied into other buckets, and back.
+
+    Attributes:
+        buffers: The buffers of the other buckets.
+    """
+
+    @staticmethod
+    def is_possible(arrived: Sequence[tuple[torch.Tensor, Parameters]], wanted: Sequence[Parameters]) -> bool:
+        """Whether the wanted buckets are others than DDP's, and have the same parameters, each once and of one kind."""
+        keys = [parameters for _, parameters in arrived]
+        mine, theirs = ([each for key in listed for each in key] for listed in (wanted, keys))
+        kinds = {parameter: (buffer.dtype, buffer.device) for buffer, key in arrived for parameter in key}
+        return (
+            set(keys) != set(wanted)
+            and len(mine) == len(theirs)
+            and set(mine) == set(theirs)
+            and all(len({kinds[parameter] for parameter in key}) == 1 for key in wanted)
+        )
+
+    def __init__(self, arrived: Sequence[tuple[torch.Tensor, Parameters]], wanted: Sequence[Parameters]) -> None:
+        """Copy the gradients. ``wanted``: the parameters of the other buckets."""
+        places: dict[torch.nn.Parameter, torch.Tensor] = {}
+        for buffer, parameters in arrived:
+            begin = 0
+            for parameter in parameters:
+                places[parameter] = buffer.detach()[begin : begin + parameter.numel()]
+                begin += parameter.numel()
+        self._places = [[places[parameter] for parameter in key] for key in wanted]
+        self.buffers = [torch.cat(parts) for parts in self._places]
+
+    def write_back(self, streams: SideStreams) -> None:
+        """Copy the buffers back into those of DDP."""
+        for buffer, parts in zip(self.buffers, self._places, strict=True):
+            with streams.beside(buffer.device):
+                for part, values in zip(parts, torch.split(buffer, [part.numel() for part in parts]), strict=True):
+                    part.copy_(values)
 
 
 def _sum(values: Array) -> Generator[Action, Any, None]:

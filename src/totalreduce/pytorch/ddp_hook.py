@@ -15,13 +15,14 @@ the end of backward, before DDP does, and raises the error that happened.
 # Annotations are objects in this file, not text: DDP compares those of a hook with its own classes.
 
 import functools
+import logging
 import math
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, field
-from typing import Any, cast, final
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, cast, final
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
 from totalreduce.kernels import ahead
 from totalreduce.pytorch.buckets import ParameterSpec
-from totalreduce.pytorch.ddp_bucket import BucketLayout, HookBucket, HookSettings, Memory
+from totalreduce.pytorch.ddp_bucket import BucketLayout, HookBucket, HookSettings, Memory, Parameters, Regrouped
 from totalreduce.pytorch.ddp_connection import Connection
 from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback, Residuals, states_for
 from totalreduce.pytorch.hooks import in_backward
@@ -42,13 +43,89 @@ from totalreduce.sparse.session import Method, Report, Session
 from totalreduce.sparse.worker import Job
 from totalreduce.tensors.compilation import never_compiled
 
-__all__ = ["SparseHookState", "ddp_hook", "sparse_hook"]
+__all__ = ["HookKeeper", "HookRecord", "SparseHookState", "ddp_hook", "sparse_hook"]
+
+_log = logging.getLogger(__name__)
 
 #: Added to the process group's time-out, so that the group raises its own error first, which says more.
 _GRACE_S = 5.0
 
-Parameters = tuple[torch.nn.Parameter, ...]
 Hook = Callable[["SparseHookState", GradBucket], torch.futures.Future[torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class HookRecord:
+    """What a hook needs, beside residuals and velocities, to go on with the same bits.
+
+    Attributes:
+        method: The name of the sparse method.
+        steps: See ``SparseHookState``.
+        skipped_steps: See ``SparseHookState``.
+        layout: The parameters of each bucket of the last pass.
+        sessions: The states of the sessions, with tensors instead of arrays, by the parameters of their buckets.
+    """
+
+    method: str
+    steps: int
+    skipped_steps: int
+    layout: list[Parameters]
+    sessions: dict[Parameters, dict[str, Any]]
+
+    def renamed(self, names: Mapping[torch.nn.Parameter, str]) -> dict[str, Any]:
+        """Return the record as plain values and tensors. Buckets with a parameter that has no name are left out."""
+
+        def listed(keys: Iterable[Parameters]) -> list[list[str]]:
+            return [[names[each] for each in key] for key in keys if names.keys() >= set(key)]
+
+        sessions = {key: state for key, state in self.sessions.items() if names.keys() >= set(key)}
+        return {
+            "method": self.method,
+            "steps": self.steps,
+            "skipped_steps": self.skipped_steps,
+            "layout": listed(self.layout),
+            "buckets": listed(sessions),
+            "sessions": list(sessions.values()),
+        }
+
+    @classmethod
+    def named(cls, record: Mapping[str, Any], parameters: Mapping[str, torch.nn.Parameter]) -> "HookRecord":
+        """Return the record of which ``renamed`` has returned the values; buckets of other models are left out."""
+
+        def key_of(names: Sequence[str]) -> Parameters | None:
+            return tuple(parameters[name] for name in names) if parameters.keys() >= set(names) else None
+
+        layout = [key_of(names) for names in record.get("layout", ())]  # states have not always had it
+        sessions = [(key_of(names), state) for names, state in zip(record["buckets"], record["sessions"], strict=True)]
+        return cls(
+            method=record["method"],
+            steps=record["steps"],
+            skipped_steps=record["skipped_steps"],
+            layout=[] if None in layout else cast("list[Parameters]", layout),
+            sessions={key: state for key, state in sessions if key is not None},
+        )
+
+    def without_sessions(self) -> "HookRecord":
+        """Return the record of a hook whose sessions begin anew."""
+        return replace(self, sessions={})
+
+
+class HookKeeper(Protocol):
+    """Keeps what hooks keep back, while DDP objects, hooks and process groups come and go (``tr.attempts``).
+
+    It is the attribute ``keeper`` of the default process group.
+    """
+
+    def meet(self, hook: "SparseHookState", parameters: Parameters) -> None:
+        """Give a hook what was kept of a bucket's parameters, which come for the first time."""
+        ...
+
+    def note_pass(self) -> None:
+        """Note that a backward pass has changed what a hook keeps back."""
+        ...
+
+    def keeps_for(self, hook: "SparseHookState", model: torch.nn.Module) -> bool:
+        """Whether something is kept of a model's parameters, with which the hook will begin."""
+        ...
 
 
 def ddp_hook(
@@ -61,7 +138,8 @@ def ddp_hook(
     """Return the two arguments of ``DistributedDataParallel.register_comm_hook``: a state and a hook. Collective.
 
     The state belongs to one model. Parameters with two or more dimensions are compressed; small ones are summed in the
-    same exchange.
+    same exchange. In ``tr.attempts`` the hook goes on with what the hook of the last attempt has kept back, also in the
+    place of a rank that was lost.
 
     Args:
         method: ``tr.OkTopk(density=0.01)`` or another method of ``totalreduce.sparse``.
@@ -103,6 +181,7 @@ class SparseHookState:
         skipped_steps: The number of passes without one, because some rank's gradients were not finite: all gradients
             were NaN.
         reports: The reports of the method on the last pass, by bucket.
+        memory: The residuals and velocities of this rank.
     """
 
     def __init__(
@@ -118,10 +197,11 @@ class SparseHookState:
         self.process_group, self.grad_scaler = process_group, grad_scaler
         self.steps = self.skipped_steps = 0
         self.reports: list[Report] = []
-        self._memory = Memory()
+        self.memory = Memory()
         self._sessions = _Sessions(_Pickled())
         self._sends_all = False
         self._connection: Connection | None = None
+        self._keeper: HookKeeper | None = None
         self._pass = _Pass()
 
     def connect(self) -> Connection:
@@ -132,6 +212,8 @@ class SparseHookState:
             self._connection = Connection(group, f"{self.method!r} {self.feedback!r}")
             # Not at exit: a thread that waits for a lost rank would keep the process.
             weakref.finalize(self, self._connection.close).atexit = False
+            if not isinstance(self.method, Dense):  # it keeps nothing back
+                self._keeper = getattr(dist.group.WORLD, "keeper", None)
         return self._connection
 
     def close(self) -> None:
@@ -148,25 +230,52 @@ class SparseHookState:
         Raises:
             UnsupportedError: Gradients that are sparse, or not of a real floating type.
         """
-        connection, buffer = self.connect(), bucket.buffer()
-        if bucket.index() == 0 and self._pass.buckets:
+        connection, buffer, this = self.connect(), bucket.buffer(), self._pass
+        if bucket.index() == 0 and this.arrived:
             self._abandon(connection)
+            this = self._pass
         if buffer.layout is not torch.strided:
             raise UnsupportedError("ddp_hook: a bucket of sparse gradients (Embedding(sparse=True)); use sparse=False")
         parameters = cast("Parameters", tuple(bucket.parameters()))
-        layout = self._sessions.meet(parameters, self._memory.residuals, self.feedback)
+        if self._keeper is not None and parameters not in self._sessions:
+            self._keeper.meet(self, parameters)
+        self._sessions.meet(parameters, self.memory.residuals)
+        this.arrived.append((buffer, parameters))
+        if not self._sessions.expected:
+            self._add(buffer, parameters, connection)
+        future = this.future_of(buffer)
+        if bucket.is_last():
+            if self._sessions.expected:
+                self._regroup(connection)
+            self._end_pass(connection)
+        return future
+
+    def _add(self, buffer: torch.Tensor, parameters: Parameters, connection: Connection) -> None:
+        """Add a bucket to the pass, and begin its exchange, unless gradients are clipped."""
+        layout = self._sessions.layout(parameters, self.feedback)
         session = self._session(parameters, layout, connection) if layout.compressed else None
         driver = connection.driver
-        settings = HookSettings(self.feedback, driver.rank, driver.world_size, self._memory, connection.streams)
+        settings = HookSettings(self.feedback, driver.rank, driver.world_size, self.memory, connection.streams)
         made = HookBucket(buffer, layout, session, settings)
         self._pass.buckets.append(made)
         self._pass.parameters.append(parameters)
         if self.feedback.clip_norm is None:
             self._start(self._pass, made, connection)
-        future = self._pass.future_of(buffer)
-        if bucket.is_last():
-            self._end_pass(connection)
-        return future
+
+    def _regroup(self, connection: Connection) -> None:
+        """Add the buckets of the first pass after a state was loaded: those of the pass before it, if that is possible.
+
+        A new DDP has other buckets in its first pass than in the ones that follow. In the buckets that the saved
+        sessions belong to the pass has the bits that it would have had with the old DDP.
+        """
+        this, expected = self._pass, self._sessions.expected
+        self._sessions.expected = []
+        buckets = this.arrived
+        if Regrouped.is_possible(buckets, expected):
+            this.regrouped = Regrouped(buckets, expected)
+            buckets = list(zip(this.regrouped.buffers, expected, strict=True))
+        for buffer, parameters in buckets:
+            self._add(buffer, parameters, connection)
 
     def _session(self, parameters: Parameters, layout: BucketLayout, connection: Connection) -> Session:
         def make(method: Method) -> Session:
@@ -215,6 +324,10 @@ class SparseHookState:
                 for made in this.buckets:
                     made.spoil()
                 self.skipped_steps += 1
+            if this.regrouped is not None:
+                this.regrouped.write_back(self.connect().streams)
+            if self._keeper is not None and self._sessions.by_bucket:
+                self._keeper.note_pass()
         except BaseException as error:
             this.end(error)
             raise
@@ -230,6 +343,11 @@ class SparseHookState:
     def _loss_scale(self) -> float:
         return 1.0 if self.grad_scaler is None else self.grad_scaler.get_scale()
 
+    @property
+    def world_size(self) -> int:
+        """The number of ranks among which the hook works."""
+        return self.connect().driver.world_size
+
     # -------------------- residuals and checkpoints
 
     def flush_residuals(self) -> None:
@@ -241,33 +359,24 @@ class SparseHookState:
 
     def residual_norm(self) -> float:
         """Return the norm of all residuals of this rank."""
-        return self._memory.residuals.norm()
+        return self.memory.residuals.norm()
 
     def state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return the state of this rank that is needed to go on: save it beside the model's and the optimizer's.
 
         Every rank has a state of its own. The residuals are kept with all their bits. A new DDP begins with other
-        buckets than an old one has, so that its first step may select other elements.
+        buckets than an old one has; its first step exchanges those of the old one.
 
         Raises:
             ConfigurationError: It is another model.
         """
         plan = self._plan(model)
         names = {parameter: name for name, parameter in _inner(model).named_parameters()}
-        states = self._sessions.states()
-        if any(parameter not in names for key in states for parameter in key):
+        record = self.record()
+        if any(parameter not in names for key in record.sessions for parameter in key):
             raise ConfigurationError("state_dict needs the model for which ddp_hook has worked")
         rank, world_size = self._rank_and_size()
-        return {
-            "rank": rank,
-            "world_size": world_size,
-            "method": self.method.name,
-            "steps": self.steps,
-            "skipped_steps": self.skipped_steps,
-            "buckets": [[names[parameter] for parameter in key] for key in states],
-            "sessions": [with_tensors(state) for state in states.values()],
-            **self._memory.residuals.state(plan),
-        }
+        return {"rank": rank, "world_size": world_size, **record.renamed(names), **self.memory.residuals.state(plan)}
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], model: torch.nn.Module) -> None:
         """Go on from states that ``state_dict`` returned.
@@ -280,17 +389,28 @@ class SparseHookState:
         Raises:
             ConfigurationError: States are missing, or of another model.
         """
+        if self._keeper is not None and self._keeper.keeps_for(self, _inner(model)):
+            _log.warning(
+                "load_state_dict of ddp_hook does nothing here: tr.attempts has kept the residuals of the last attempt "
+                "or of the disk. Call it only while state.steps is 0"
+            )
+            return
         states = [state] if isinstance(state, Mapping) else list(state)
         own, known = states_for(states, *self._rank_and_size())
-        self._memory.residuals.load(self._plan(model), own)
-        self.steps, self.skipped_steps = known["steps"], known["skipped_steps"]
-        saved: dict[Parameters, Mapping[str, Any]] = {}
-        if known["method"] == self.method.name:
-            parameters = dict(_inner(model).named_parameters())
-            for names, session in zip(known["buckets"], known["sessions"], strict=True):
-                if parameters.keys() >= set(names):
-                    saved[tuple(parameters[name] for name in names)] = with_arrays(session)
-        self._sessions.replace(saved)
+        self.memory.residuals.load(self._plan(model), own)
+        self.resume(HookRecord.named(known, dict(_inner(model).named_parameters())))
+
+    def record(self) -> HookRecord:
+        """Return what is needed, beside residuals and velocities, to go on after the last pass. Copied."""
+        sessions = {key: with_tensors(state) for key, state in self._sessions.states().items()}
+        return HookRecord(self.method.name, self.steps, self.skipped_steps, self._sessions.buckets(), sessions)
+
+    def resume(self, record: HookRecord) -> None:
+        """Go on after the pass of a record; the sessions of another method begin anew."""
+        self.steps, self.skipped_steps = record.steps, record.skipped_steps
+        is_same = record.method == self.method.name
+        sessions = {key: with_arrays(state) for key, state in record.sessions.items()} if is_same else {}
+        self._sessions.replace(sessions, record.layout if sessions else [])
 
     def _rank_and_size(self) -> tuple[int, int]:
         group = self.process_group or dist.group.WORLD
@@ -310,7 +430,7 @@ class SparseHookState:
         """Return everything but the process group, as torch's ``PowerSGDState`` does."""
         settings = {"method": self.method, "feedback": self.feedback, "grad_scaler": self.grad_scaler}
         counts = {"steps": self.steps, "skipped_steps": self.skipped_steps}
-        return {**settings, **counts, "_sessions": self._sessions.pickled(self._memory.residuals)}
+        return {**settings, **counts, "_sessions": self._sessions.pickled(self.memory.residuals)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the state of a model whose parameters are not known yet."""
@@ -352,18 +472,25 @@ class _Sessions:
 
     Attributes:
         by_bucket: The sessions.
+        layouts: The layouts of all buckets, also of those without a session.
         saved: The states of sessions that are not made yet.
+        expected: The buckets of the pass before the saved states, until the first pass after they were loaded.
     """
 
     def __init__(self, pickled: _Pickled) -> None:
         self.by_bucket: dict[Parameters, Session] = {}
-        self._layouts: dict[Parameters, BucketLayout] = {}
+        self.layouts: dict[Parameters, BucketLayout] = {}
         self.saved: dict[Parameters, Mapping[str, Any]] = {}
+        self.expected: list[Parameters] = []
         self._numbers: dict[torch.nn.Parameter, int] = {}  #: In the order in which parameters came.
         self._pickled = pickled
 
-    def meet(self, parameters: Parameters, residuals: Residuals, feedback: ErrorFeedback) -> BucketLayout:
-        """Return the layout of a bucket; give parameters that come for the first time their pickled residuals."""
+    def __contains__(self, parameters: Parameters) -> bool:
+        """Whether these were the parameters of a bucket of the last pass."""
+        return parameters in self.layouts
+
+    def meet(self, parameters: Parameters, residuals: Residuals) -> None:
+        """Give the parameters of a bucket that come for the first time their pickled residuals."""
         for parameter in parameters:
             if parameter not in self._numbers:
                 number = self._numbers[parameter] = len(self._numbers)
@@ -372,10 +499,17 @@ class _Sessions:
             state = self._pickled.sessions.pop(tuple(self._numbers[parameter] for parameter in parameters), None)
             if state is not None:
                 self.saved[parameters] = state
-        layout = self._layouts.get(parameters)
+
+    def layout(self, parameters: Parameters, feedback: ErrorFeedback) -> BucketLayout:
+        """Return the layout of a bucket."""
+        layout = self.layouts.get(parameters)
         if layout is None:
-            layout = self._layouts[parameters] = BucketLayout.of(parameters, feedback)
+            layout = self.layouts[parameters] = BucketLayout.of(parameters, feedback)
         return layout
+
+    def buckets(self) -> list[Parameters]:
+        """Return the buckets of the last pass, also if it was before the saved states were loaded."""
+        return list(self.layouts or self.expected)
 
     def session(self, parameters: Parameters, make: Callable[[], Session], steps: int) -> Session:
         """Return the session of a bucket. A new one continues the saved state, or the schedule after ``steps``."""
@@ -388,7 +522,7 @@ class _Sessions:
 
     def keep_only(self, buckets: Sequence[Parameters]) -> None:
         """Forget the buckets that DDP does not have any more."""
-        for known in (self._layouts, self.by_bucket):
+        for known in (self.layouts, self.by_bucket):
             for gone in set(known) - set(buckets):
                 del known[gone]
 
@@ -396,10 +530,11 @@ class _Sessions:
         """Return the states of all sessions, also of those that are not made yet."""
         return {**self.saved, **{key: session.state() for key, session in self.by_bucket.items()}}
 
-    def replace(self, saved: dict[Parameters, Mapping[str, Any]]) -> None:
-        """Go on from saved states of sessions."""
+    def replace(self, saved: Mapping[Parameters, Mapping[str, Any]], layout: list[Parameters]) -> None:
+        """Go on from saved states of sessions, which belong to a pass with these buckets."""
         self.by_bucket.clear()
-        self.saved, self._pickled = saved, _Pickled()
+        self.layouts.clear()
+        self.saved, self.expected, self._pickled = dict(saved), layout, _Pickled()
 
     def pickled(self, residuals: Residuals) -> _Pickled:
         """Return the residuals and the states of all sessions by the numbers of parameters."""
@@ -416,15 +551,19 @@ class _Pass:
     """The buckets of one backward pass, in the order in which they came.
 
     Attributes:
-        buckets: The buckets.
+        arrived: DDP's buckets: their buffers and parameters.
+        buckets: The buckets that are exchanged.
         parameters: The parameters of each bucket.
+        regrouped: The gradients in other buckets than DDP's; ``None``: in DDP's own.
         jobs: The exchanges of the buckets.
         clip: The factor of the gradients; ``None`` before it is computed, and without clipping.
     """
 
     def __init__(self) -> None:
+        self.arrived: list[tuple[torch.Tensor, Parameters]] = []
         self.buckets: list[HookBucket] = []
         self.parameters: list[Parameters] = []
+        self.regrouped: Regrouped | None = None
         self.jobs: list[Job] = []
         self.clip: float | None = None
         self._gates: list[torch.futures.Future[None]] = []
@@ -465,7 +604,7 @@ class _Pass:
         """Complete the futures for which DDP waits."""
         self._error = error
         # DDP keeps the futures, and with them this object, until after it has packed its buckets anew.
-        self.buckets, self.parameters, self.jobs = [], [], []
+        self.arrived, self.buckets, self.parameters, self.jobs, self.regrouped = [], [], [], [], None
         for gate in self._gates:
             gate.set_result(None)
 

@@ -243,6 +243,29 @@ class Residuals:
                             )
                         shaped(mine[parameter], spec).add_(state[key][spec.name].to(parameter.device))
 
+    @outside_inference_mode
+    def take_over(
+        self,
+        flats: Mapping[str, Mapping[str, torch.Tensor]],
+        parameters: Mapping[str, torch.nn.Parameter],
+        *,
+        adds: bool = False,
+    ) -> None:
+        """Take residuals and velocities over from another process. They are copied.
+
+        Args:
+            flats: The "residuals" and "velocities" by name, each as in this class.
+            parameters: The parameters by name.
+            adds: Add them to those of this rank, which goes on in the place of the other process, too.
+        """
+        for mine, key in ((self.kept, "residuals"), (self.velocities, "velocities")):
+            for name, flat in flats.get(key, {}).items():
+                parameter = parameters[name]
+                if adds and parameter in mine:
+                    mine[parameter].add_(flat.to(parameter.device))
+                else:
+                    mine[parameter] = flat.to(parameter.device, copy=True)
+
     def norm(self) -> float:
         """Return the norm of all residuals together."""
         norms = [float(torch.linalg.vector_norm(kept, dtype=torch.float64)) for kept in self.kept.values()]

@@ -101,6 +101,10 @@ class HookHandles:
         """Have ``hook(module, inputs)`` called before the forward pass of each module."""
         self._handles += [module.register_forward_pre_hook(hook) for module in modules]
 
+    def before_step(self, optimizer: torch.optim.Optimizer, hook: WeakHook) -> None:
+        """Have ``hook(optimizer, arguments, options)`` called before each step of an optimizer."""
+        self._handles.append(optimizer.register_step_pre_hook(hook))
+
     def around_state_dict(self, model: torch.nn.Module, hook: WeakHook) -> None:
         """Have ``hook(...)`` called before the state of a module of the model is read or loaded."""
         for module in model.modules():

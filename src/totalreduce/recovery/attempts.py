@@ -30,9 +30,11 @@ from totalreduce.groups.group import Group
 from totalreduce.recovery.assembly import Assembly
 from totalreduce.recovery.dealing import batches_of, needed
 from totalreduce.recovery.forming import begin_from_disk, compare_states, seed_generators, send_state
+from totalreduce.recovery.hook_states import HookStates
+from totalreduce.recovery.membership import Decision
 from totalreduce.recovery.refusals import check_whole
 from totalreduce.recovery.runs import Membership, Run, Runs, latest_version
-from totalreduce.recovery.snapshots import Snapshots
+from totalreduce.recovery.snapshots import Snapshots, share_token
 from totalreduce.recovery.state import State
 from totalreduce.recovery.steps import StepsSinceCommit, pending_gradients
 from totalreduce.recovery.weights import CommitWeights
@@ -73,6 +75,7 @@ class Attempt(Run):
         seed: int,
         number: int,
         snapshots: Snapshots | None,
+        hooks: HookStates | None = None,
         copies: ShardCopies | None = None,
         weights: CommitWeights | None = None,
     ) -> None:
@@ -85,6 +88,7 @@ class Attempt(Run):
             seed: Of the generators of random numbers.
             number: The number of the attempt.
             snapshots: Writes the state to disk.
+            hooks: What the hooks of DDP keep back.
             copies: Keeps copies of a sharded state.
             weights: Tells after a loss whether the weights are those of the last commit; of a state that is not
                 sharded, where ranks can be replaced.
@@ -92,6 +96,7 @@ class Attempt(Run):
         super().__init__(group, assembly, number)
         self._known_state, self._seed = state, seed
         self._snapshots, self._copies, self._weights = snapshots, copies, weights
+        self._hooks = hooks or HookStates(state, 0)
         self._steps: StepsSinceCommit | None = None
         self.preempted = False
 
@@ -121,9 +126,10 @@ class Attempt(Run):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
-        """Do what ``Run.__exit__`` does, and count no steps any more."""
+        """Do what ``Run.__exit__`` does; steps are not counted any more, and have no vote."""
         if self._steps is not None:
             self._steps.remove()
+        self._hooks.rest()
         return super().__exit__(kind, error, traceback)
 
     def synchronize(self, state: State) -> None:
@@ -228,7 +234,9 @@ class Attempt(Run):
         if steps is not None:
             self._check_gradients(state, steps)
             num_steps, are_interrupted = steps.number, steps.are_interrupted
+        self._hooks.settle()  # if no optimizer has done so, because a GradScaler has left the step out
         state.count(None)
+        self._hooks.commit(state.version)
         if state.sampler is not None:
             state.sampler.advance()
         if self._copies is None:  # else the next attempt builds the model anew
@@ -285,8 +293,9 @@ class Attempt(Run):
         assert snapshots is not None
         if self._copies is not None:
             self._copies.write(state)
-        elif group.rank == 0:
-            snapshots.write(state.version, 0, group.world_size, state.shared(), None)
+        else:
+            shared = state.shared() if group.rank == 0 else None
+            snapshots.write(state.version, group.rank, group.world_size, shared, self._hooks.current())
 
     def _wish_of_all(self) -> Wish:
         """Return the largest wish of all ranks. Collective, if ranks can have one."""
@@ -297,7 +306,11 @@ class Attempt(Run):
 
 @final
 class Attempts:
-    """The attempts of one program: iterate over them once."""
+    """The attempts of one program: iterate over them once.
+
+    Attributes:
+        hooks: What the hooks of DDP keep back.
+    """
 
     def __init__(
         self,
@@ -306,6 +319,7 @@ class Attempts:
         *,
         timeout_s: float,
         seed: int = 0,
+        replicas: int = 1,
         verify: bool = True,
         snapshots: Snapshots | None = None,
         settings: str = "",
@@ -317,6 +331,7 @@ class Attempts:
             membership: Forms the groups.
             timeout_s: How long the decision who the members are may take.
             seed: Of the generators of random numbers, with the version and the rank.
+            replicas: The number of ranks that have a copy of what the hooks of each rank keep back.
             verify: Compare SHA-256 of parameters and optimizer state on all ranks when an attempt begins.
             snapshots: Writes the state to disk. The job begins with its last version, if there is one.
             settings: What must be equal on all ranks to form a group, one setting in a line.
@@ -327,6 +342,7 @@ class Attempts:
         self._snapshots = snapshots
         check_whole(state.model, "tr.attempts(state)")
         self._weights = CommitWeights(state)
+        self.hooks = HookStates(state, checks.integer("replicas", replicas, minimum=0))
 
     def __iter__(self) -> Iterator[Attempt]:
         """Yield an attempt, and another one whenever the members have changed. Raises what ``Runs`` does."""
@@ -341,16 +357,23 @@ class Attempts:
 
     def describe(self) -> str:
         """Return what must be equal in all processes of the job, one item in a line."""
-        return f"{self._state.describe()}\nseed={self._seed}"
+        return f"{self._state.describe()}\nseed={self._seed}, replicas={self.hooks.num_copies}"
 
     def begin(self, group: Group, assembly: Assembly | None, number: int) -> Attempt:
         """Return the attempt that begins now."""
         weights = None if assembly is None else self._weights
         return Attempt(
-            self._state, group, assembly, seed=self._seed, number=number, snapshots=self._snapshots, weights=weights
+            self._state,
+            group,
+            assembly,
+            seed=self._seed,
+            number=number,
+            snapshots=self._snapshots,
+            hooks=self.hooks,
+            weights=weights,
         )
 
-    def level(self, group: Group, *, has_state: bool, epoch: int) -> None:
+    def level(self, group: Group, *, has_state: bool, decision: Decision | None) -> None:
         """Bring all ranks to the state of the first rank with the latest version. Collective.
 
         What the program has changed since this rank's last commit is undone first. A rank on which that is not possible
@@ -359,21 +382,28 @@ class Attempts:
         Raises:
             RecoveryError: It is possible on no rank.
         """
-        state, lost = self._state, ""
+        state, snapshots, lost = self._state, self._snapshots, ""
         if has_state:
             state.restore()
             lost = self._weights.restore()
         source, versions = latest_version(group, state.version if has_state and not lost else None)
         others = [rank for rank, version in enumerate(versions) if version < versions[source]]
-        if versions[source] < 0:  # the job begins: rank 0 has what all begin with
+        begins = versions[source] < 0  # rank 0 has what all begin with
+        if begins:
             self._check_begin(group, lost)
             others = [rank for rank in range(group.world_size) if rank != source]
             if group.rank == source:
-                begin_from_disk(state, self._snapshots)
+                begin_from_disk(state, snapshots)
         send_state(state, group, source, others)
         state.keep()  # before a rank can be lost again: this is the state to go back to
-        if epoch:
+        if decision is not None:
             self._weights.begin()
+        if snapshots is not None:
+            share_token(group, snapshots)
+        self.hooks.enter(group, decision, state.version, has_state=has_state)
+        if begins and snapshots is not None and state.version:
+            own = snapshots.read_own(state.version, group.rank, group.world_size)
+            self.hooks.begin_with(own, state.version)
         if self._verify:
             compare_states(state, group)
         if state.sampler is not None:
@@ -399,7 +429,11 @@ class Attempts:
 
 @final
 class ShardedAttempts:
-    """The attempts of one program whose state is sharded: iterate over them once."""
+    """The attempts of one program whose state is sharded: iterate over them once.
+
+    Attributes:
+        hooks: Warns of hooks of DDP, of which nothing is kept.
+    """
 
     def __init__(
         self,
@@ -424,6 +458,7 @@ class ShardedAttempts:
         self._copies, self._membership, self._timeout_s = copies, membership, timeout_s
         self._seed, self._snapshots = checks.integer("seed", seed), snapshots
         self._settings = settings
+        self.hooks = HookStates(None, 0)
 
     def __iter__(self) -> Iterator[Attempt]:
         """Yield an attempt, and another one whenever the members have changed. Raises what ``Runs`` does."""
@@ -449,8 +484,10 @@ class ShardedAttempts:
             seed=self._seed,
             number=number,
             snapshots=self._snapshots,
+            hooks=self.hooks,
             copies=self._copies,
         )
 
-    def level(self, group: Group, *, has_state: bool, epoch: int) -> None:
-        """Do nothing: there is no state before the program calls ``Attempt.synchronize``."""
+    def level(self, group: Group, *, has_state: bool, decision: Decision | None) -> None:
+        """Note the members. There is no state before the program calls ``Attempt.synchronize``."""
+        self.hooks.enter(group, decision, 0, has_state=has_state)

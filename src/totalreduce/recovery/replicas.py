@@ -95,6 +95,10 @@ class Replicas:
         """Note that the vote has passed: the copies of the last exchange are those that count."""
         self._held, self._next = self._next or self._held, {}
 
+    def carry_over(self, version: int) -> None:
+        """Have the copies that count be those of a version, too: what is copied has not changed since."""
+        self._held = {seat: (version, copy) for seat, (_, copy) in self._held.items()}
+
     def undo(self) -> None:
         """Note that the block of the last exchange has not taken effect: its copies never count."""
         self._next = {}

@@ -143,13 +143,13 @@ class Part(Protocol[_MadeRun_co]):
         """Return what must be equal in all processes of the job, one line for each item."""
         ...
 
-    def level(self, group: Group, *, has_state: bool, epoch: int) -> None:
+    def level(self, group: Group, *, has_state: bool, decision: Decision | None) -> None:
         """Bring all ranks to the state of a rank with the latest version. Collective.
 
         Args:
             group: The ranks.
             has_state: Whether this rank has the state of the job. In the first run no rank has it.
-            epoch: The number of the membership; 0 if ranks cannot be replaced.
+            decision: The members of the epoch; ``None`` if ranks cannot be replaced.
         """
         ...
 
@@ -187,7 +187,7 @@ class Runs(Generic[_AnyRun]):
         settings, part = environment.read_settings(), self._part
         if settings.on_loss is None:
             group = self._membership.form()
-            part.level(group, has_state=False, epoch=0)
+            part.level(group, has_state=False, decision=None)
             run = part.begin(group, None, 0)
             yield run
             _check_used(run)
@@ -221,7 +221,7 @@ class Runs(Generic[_AnyRun]):
 
         def enter(decision: Decision) -> None:
             group = form_group(assembly, self._membership.form)
-            part.level(group, has_state=self._has_state, epoch=decision.epoch)
+            part.level(group, has_state=self._has_state, decision=decision)
             self._has_state = True
             if not group.meter.totals.steps:
                 group.meter.begin_at(part.version)
@@ -263,8 +263,10 @@ def _loss_in(error: BaseException) -> PeerLost | None:
     ``KeyboardInterrupt`` end the program, even if it was a loss that made the program raise them.
     """
     seen: BaseException | None = error if isinstance(error, Exception) else None
-    while seen is not None:
+    known: list[BaseException] = []  # a program can make an error its own cause
+    while seen is not None and all(seen is not each for each in known):
         if isinstance(seen, PeerLost):
             return seen
+        known.append(seen)
         seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
     return None

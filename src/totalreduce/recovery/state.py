@@ -390,7 +390,7 @@ def load_object(target: Any, state: Mapping[str, Any]) -> None:
     if isinstance(target, torch.nn.Module):
         follow_state_dict(target, state)
     target.load_state_dict(state)
-    if isinstance(target, torch.amp.GradScaler):
+    if isinstance(target, torch.amp.GradScaler) and target.is_enabled():
         # The step may have ended between unscale_() and update(). The scaler refuses a second unscale_(), and its
         # state_dict() does not have that it saw the first one.
         target._per_optimizer_states.clear()

@@ -90,8 +90,9 @@ class C10dDriver:
         ) as error:  # gloo raises the former; after the end of a group, torch the latter
             self._unfinished = works
             self._failed = error
-            if not isinstance(error, dist.DistError):
-                self._failed = dist.DistBackendError(f"rank {self.rank}: the sparse exchange failed: {reason(error)}")
+            if isinstance(error, dist.DistError):
+                raise  # its cause says who is lost
+            self._failed = dist.DistBackendError(f"rank {self.rank}: the sparse exchange failed: {reason(error)}")
             raise self._failed from error
 
     def _begin(self, action: Action) -> _Started:

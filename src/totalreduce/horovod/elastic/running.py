@@ -11,6 +11,7 @@ from totalreduce.groups.group import Group
 from totalreduce.horovod.context import context
 from totalreduce.horovod.elastic.state import ElasticRun, State, progress_of, train_as_latest
 from totalreduce.recovery.assembly import Assembly
+from totalreduce.recovery.membership import Decision
 from totalreduce.recovery.runs import Runs, latest_version
 
 __all__ = ["run"]
@@ -99,16 +100,16 @@ class _Function:
     def describe(self) -> str:
         return self._state.describe()
 
-    def level(self, group: Group, *, has_state: bool, epoch: int) -> None:
+    def level(self, group: Group, *, has_state: bool, decision: Decision | None) -> None:
         state, progress = self._state, self._progress
         source, versions = latest_version(group, self.version if has_state else None)
         progress.source = source
         if self.has_lost:
             state.restore()
-        if epoch:
+        if decision is not None:
             train_as_latest(state)
             context.plan_again()
-        if epoch > 1:
+        if decision is not None and decision.epoch > 1:
             state.on_reset()
         state.sync()
         progress.level(max(0, versions[source]))
