@@ -35,9 +35,13 @@ class Hook:
             if self.steps == 0 or self.resumed is None or key[0] not in self.memory:
                 self._keeper.meet(self, key)
             for parameter in key:
-                self.memory.write(parameter, self.memory.residuals.of(parameter) + gradient)
+                self.memory.spare(parameter).copy_(self.memory.residuals.of(parameter) + gradient)
+                self.memory.renew(parameter, None)
         self.steps += 1
         self._keeper.note_pass()
+
+    def end_step(self) -> None:
+        """Every step is taken."""
 
     def kept(self) -> list[float]:
         return [float(self.memory.residuals.of(key[0])[0]) for key in self._buckets]
@@ -66,7 +70,7 @@ class Process:
             hook.backward(gradient * (1 + 10 * factor))
 
     def commit(self) -> None:
-        self.keeper.settle()
+        self.keeper.end_step()
         self.state.count(None)
         self.keeper.commit(self.state.version)
 

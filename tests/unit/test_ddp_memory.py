@@ -5,8 +5,9 @@ import logging
 import pytest
 import torch
 
-from totalreduce.pytorch.ddp_bucket import Memory, Regrouped
+from totalreduce.pytorch.ddp_bucket import Regrouped
 from totalreduce.pytorch.ddp_hook import SparseHookState
+from totalreduce.pytorch.ddp_memory import Memory
 from totalreduce.pytorch.error_feedback import ErrorFeedback, MomentumCorrection
 from totalreduce.sparse.topka import TopkA
 from totalreduce.tensors.streams import SideStreams
@@ -14,57 +15,74 @@ from totalreduce.tensors.streams import SideStreams
 A, B, C = (torch.nn.Parameter(torch.zeros(2, size)) for size in (2, 3, 4))
 
 
-def add(memory: Memory, number: float, *, narrow: bool, momentum: float = 0.5) -> None:
-    """Do to one parameter what a pass does; ``narrow``: DDP's buffer is not float32."""
+def add(memory: Memory, number: float, *, momentum: float = 0.5) -> None:
+    """Do to one parameter what a pass does."""
     correction = MomentumCorrection(memory.residuals, momentum)
     flat = torch.full((4,), number)
     correction.correct(A, flat, 1.0)
-    accumulated = memory.spare(A).copy_(flat) if narrow else flat
-    accumulated += memory.residuals.of(A)
-    if narrow:
-        memory.swap(A)
-    else:
-        memory.write(A, accumulated)
-    correction.commit()
-    memory.spare_no_held_velocities()
+    memory.spare(A).copy_(flat).add_(memory.residuals.of(A))
+    memory.renew(A, correction.pending.pop(A))
 
 
 def values(memory: Memory) -> list[float]:
     return [float(memory.residuals.of(A)[0]), float(memory.residuals.velocities[A][0])]
 
 
-@pytest.mark.parametrize("narrow", [False, True])
-def test_a_pass_does_not_write_into_what_is_kept(narrow: bool) -> None:
+def test_passes_whose_steps_are_left_out_leave_no_trace() -> None:
+    memory, plain = Memory(), Memory()
+    addresses = set()
+    for step in range(1, 6):
+        for _ in range(step % 3):  # none, one and two
+            add(memory, 100.0)
+            memory.take_back(A)
+        for each in (memory, plain):
+            add(each, float(step))
+        assert values(memory) == values(plain)
+        memory.accept(A)
+        plain.accept(A)
+        assert not memory.undecided
+        addresses |= {memory.residuals.kept[A].data_ptr(), memory.residuals.velocities[A].data_ptr()}
+    add(memory, 100.0)
+    memory.take_back(A)
+    assert values(memory) == values(plain)
+    assert len(addresses) == 4, "there are two tensors of each kind"
+    memory.take_back(A)
+    assert values(memory) == values(plain), "there is nothing to take back any more"
+
+
+def test_a_first_pass_whose_step_is_left_out() -> None:
+    memory = Memory()
+    add(memory, 1.0)
+    memory.take_back(A)
+    assert not memory.residuals.of(A).any()
+    assert not memory.residuals.velocities
+
+
+@pytest.mark.parametrize("left_out", [False, True])
+def test_a_pass_does_not_write_into_what_is_kept(left_out: bool) -> None:
     memory, plain = Memory(), Memory()
     addresses = set()
     for step in range(1, 5):
-        for _ in range(step % 3):  # no pass, one, and two
-            add(memory, 100.0, narrow=narrow)
+        for _ in range(step % 3):
+            add(memory, 100.0)
+            if left_out:
+                memory.take_back(A)
         memory.go_back()
         for _ in range(step % 3):
-            add(memory, float(step), narrow=narrow)
-            add(plain, float(step), narrow=narrow)
+            add(memory, float(step))
+            add(plain, float(step))
         memory.keep()
         assert values(memory) == values(plain)
         addresses |= {memory.residuals.kept[A].data_ptr(), memory.residuals.velocities[A].data_ptr()}
-    add(memory, 100.0, narrow=narrow)
+    add(memory, 100.0)
     memory.go_back()
     assert values(memory) == values(plain)
     assert len(addresses) <= 6, "the memory is used again and again"
 
 
-def test_without_keep_there_is_no_further_memory() -> None:
-    memory = Memory()
-    add(memory, 1.0, narrow=False)
-    before = memory.residuals.kept[A].data_ptr()
-    add(memory, 1.0, narrow=False)
-    assert memory.residuals.kept[A].data_ptr() == before
-    assert not memory._spares
-
-
 def test_before_the_first_keep_there_is_nothing_to_go_back_to() -> None:
     memory = Memory()
-    add(memory, 1.0, narrow=False)
+    add(memory, 1.0)
     memory.go_back()
     assert not memory.residuals.of(A).any()
     assert not memory.residuals.velocities

@@ -75,18 +75,8 @@ class Compression:
         settings = self._settings
         if settings.sync is None or plan.parameters or self.choices or not specs:
             return
-        matrices = [spec for spec in specs if len(spec.shape) >= 2]
-        largest = max(matrices, key=lambda spec: spec.num_elements, default=None)
-        said = "none has two dimensions"
-        if largest is not None:
-            said = f"the largest one of two dimensions or more, {largest.name!r}, has {largest.num_elements} elements"
-        self.warn(
-            "nothing",
-            f"sync={settings.sync.name!r} compresses no gradient of this model: all {len(specs)} parameters are below "
-            f"the limit of {settings.feedback.elements_min} elements ({said}), so all gradients are sent as they are. "
-            "To compress smaller ones, write DistributedOptimizer(..., feedback=tr.ErrorFeedback(elements_min=...))",
-            stacklevel=5,
-        )
+        why = settings.feedback.describe_exemption([(repr(spec.name), spec.shape) for spec in specs])
+        self.warn("nothing", f"sync={settings.sync.name!r} {why}", stacklevel=5)
 
     def warn_of_changes(self) -> None:
         """Warn once if the program has changed what the method has selected; a ``GradScaler`` does so once a step."""

@@ -2,15 +2,15 @@
 
 Residuals and velocities are kept by parameter, because DDP packs its buckets anew after the first backward pass. A
 residual is float32 and on its parameter's device. The session adds it to the gradient in DDP's own buffer. Only when
-the whole pass is known to have a result is the rest that remains there copied to the residual, so nothing ever has to
-be undone. If the buffer has a narrower dtype, the gradient is first copied to a spare float32 tensor, which becomes the
-residual in the end.
+the whole pass is known to have a result is the rest that remains there copied to a spare tensor, which becomes the
+residual; the one before it can come back (``ddp_memory``). If the buffer has a narrower dtype, the gradient is first
+copied to the spare tensor, and accumulated there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -20,14 +20,15 @@ import torch
 from totalreduce.foundation.errors import UnsupportedError
 from totalreduce.kernels.arrays import Array
 from totalreduce.pytorch.buckets import ParameterSpec
-from totalreduce.pytorch.error_feedback import ErrorFeedback, MomentumCorrection, Residuals
+from totalreduce.pytorch.ddp_memory import Memory
+from totalreduce.pytorch.error_feedback import ErrorFeedback, MomentumCorrection
 from totalreduce.sparse.actions import Action, Allreduce
 from totalreduce.sparse.common import counted
 from totalreduce.sparse.device import accumulator_of
 from totalreduce.sparse.session import BucketShape, Report, Session, Update
 from totalreduce.tensors.streams import SideStreams
 
-__all__ = ["BucketLayout", "HookBucket", "HookSettings", "Memory", "Parameters", "Regrouped"]
+__all__ = ["BucketLayout", "HookBucket", "HookSettings", "Parameters", "Regrouped"]
 
 Parameters = tuple[torch.nn.Parameter, ...]
 
@@ -81,116 +82,6 @@ class BucketLayout:
     def shape(self) -> BucketShape:
         """The shape of the compressed part."""
         return BucketShape(tuple(stretch.matrix for stretch in self.compressed))
-
-
-@final
-class Memory:
-    """The residuals and velocities, and spare tensors of the same size.
-
-    A pass writes new residuals. After ``keep`` it does not write into those that are kept, but into spare tensors, so
-    that ``go_back`` needs no copy. Without ``keep`` there are spare tensors only where DDP's buffers are not float32.
-
-    Attributes:
-        residuals: The residuals and velocities that the next pass begins with.
-    """
-
-    def __init__(self) -> None:
-        self.residuals = Residuals()
-        self._spares: dict[torch.nn.Parameter, torch.Tensor] = {}
-        #: What ``go_back`` sets again.
-        self._held: dict[torch.nn.Parameter, torch.Tensor] = {}
-        self._held_velocities: dict[torch.nn.Parameter, torch.Tensor] = {}
-
-    def spare(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Return the spare tensor of a parameter, with any contents."""
-        if parameter not in self._spares:
-            self._spares[parameter] = torch.empty_like(self.residuals.of(parameter))
-        return self._spares[parameter]
-
-    def swap(self, parameter: torch.nn.Parameter) -> None:
-        """Make the spare tensor the residual, and the residual the spare tensor, unless it is kept."""
-        kept = self.residuals.kept
-        before, kept[parameter] = kept[parameter], self._spares.pop(parameter)
-        if before is not self._held.get(parameter):
-            self._spares[parameter] = before
-
-    def write(self, parameter: torch.nn.Parameter, flat: torch.Tensor) -> None:
-        """Set a residual to a copy of ``flat``."""
-        if self.residuals.of(parameter) is self._held.get(parameter):
-            self.spare(parameter)
-            self.swap(parameter)
-        self.residuals.kept[parameter].copy_(flat)
-
-    def spare_no_held_velocities(self) -> None:
-        """Have the next pass not write into velocities that are kept. After ``MomentumCorrection.commit``."""
-        spare = self.residuals.spare_velocities
-        for parameter, velocity in self._held_velocities.items():
-            if spare.get(parameter) is velocity:
-                del spare[parameter]
-
-    def pending(self) -> dict[str, dict[torch.nn.Parameter, torch.Tensor]]:
-        """Return residuals and velocities as they are when the present step is taken: flat, not copied."""
-        return {"residuals": self.residuals.kept, "velocities": self.residuals.velocities}
-
-    def load(
-        self,
-        pending: Mapping[str, Mapping[str, torch.Tensor]],
-        parameters: Mapping[str, torch.nn.Parameter],
-        *,
-        adds: bool,
-    ) -> None:
-        """Begin with what ``pending`` has returned in another process, by names. See ``Residuals.take_over``."""
-        self.residuals.take_over(pending, parameters, adds=adds)
-
-    def keep(self) -> None:
-        """Have ``go_back`` return to what the residuals and velocities are now."""
-        residuals = self.residuals
-        for held, now, spare in (
-            (self._held, residuals.kept, self._spares),
-            (self._held_velocities, residuals.velocities, residuals.spare_velocities),
-        ):
-            for parameter, old in held.items():
-                if now.get(parameter) is not old:
-                    spare.setdefault(parameter, old)
-            held.clear()
-            held.update(now)
-
-    def go_back(self) -> None:
-        """Set residuals and velocities to what they were when ``keep`` was called, or to nothing."""
-        residuals = self.residuals
-        for held, now, spare in (
-            (self._held, residuals.kept, self._spares),
-            (self._held_velocities, residuals.velocities, residuals.spare_velocities),
-        ):
-            for parameter, new in now.items():
-                if held.get(parameter) is not new:
-                    spare[parameter] = new
-            now.clear()
-            now.update(held)
-
-    def give(self, parameter: torch.nn.Parameter, flats: tuple[torch.Tensor | None, torch.Tensor | None]) -> None:
-        """Begin with a residual and a velocity that ``take`` has returned, and keep them."""
-        for held, now, flat in (
-            (self._held, self.residuals.kept, flats[0]),
-            (self._held_velocities, self.residuals.velocities, flats[1]),
-        ):
-            if flat is not None:
-                held[parameter] = now[parameter] = flat
-
-    def take(self, parameter: torch.nn.Parameter) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the residual and the velocity of a parameter, and forget it; ``None`` where there is none."""
-        flats = self.residuals.kept.pop(parameter, None), self.residuals.velocities.pop(parameter, None)
-        for each in (self._held, self._held_velocities, self._spares, self.residuals.spare_velocities):
-            each.pop(parameter, None)
-        return flats
-
-    def __contains__(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether a parameter has a residual."""
-        return parameter in self.residuals.kept
-
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """Return the parameters that have a residual or a velocity."""
-        return [*{**self.residuals.kept, **self.residuals.velocities}]
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,11 +187,12 @@ class HookBucket:
         buffer, memory, streams = self._buffer, self._settings.memory, self._settings.streams
         with streams.beside(buffer.device):
             for stretch, flat in zip(self._layout.compressed, self._flats, strict=True):
+                parameter = stretch.parameter
                 if self._in_place:
-                    memory.write(stretch.parameter, flat)
+                    memory.spare(parameter).copy_(flat)
                 else:
-                    memory.swap(stretch.parameter)
                     buffer[stretch.begin : stretch.end] = 0
+                memory.renew(parameter, self._correction.pending.pop(parameter, None))
         if self._in_place:
             self._accumulated.clear()
         if self._sparse_means is not None:
@@ -308,8 +200,6 @@ class HookBucket:
         with streams.beside(buffer.device):
             for place, values in self._means:
                 buffer[place] = values.to(buffer.device)
-        self._correction.commit()
-        memory.spare_no_held_velocities()
         self._means, self._sparse_means = [], None
 
     def spoil(self) -> None:

@@ -32,8 +32,10 @@ from torch.nn.parallel import DistributedDataParallel
 from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
 from totalreduce.kernels import ahead
 from totalreduce.pytorch.buckets import ParameterSpec
-from totalreduce.pytorch.ddp_bucket import BucketLayout, HookBucket, HookSettings, Memory, Parameters, Regrouped
+from totalreduce.pytorch.ddp_bucket import BucketLayout, HookBucket, HookSettings, Parameters, Regrouped
 from totalreduce.pytorch.ddp_connection import Connection
+from totalreduce.pytorch.ddp_memory import Memory
+from totalreduce.pytorch.ddp_steps import StepWatch
 from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback, Residuals, states_for
 from totalreduce.pytorch.hooks import in_backward
 from totalreduce.sparse.auto import Auto
@@ -198,6 +200,7 @@ class SparseHookState:
         self.steps = self.skipped_steps = 0
         self.reports: list[Report] = []
         self.memory = Memory()
+        self._steps = StepWatch(self.memory)
         self._sessions = _Sessions(_Pickled())
         self._sends_all = False
         self._connection: Connection | None = None
@@ -253,6 +256,10 @@ class SparseHookState:
     def _add(self, buffer: torch.Tensor, parameters: Parameters, connection: Connection) -> None:
         """Add a bucket to the pass, and begin its exchange, unless gradients are clipped."""
         layout = self._sessions.layout(parameters, self.feedback)
+        for stretch in layout.compressed:
+            self._steps.watch(stretch.parameter)
+            if stretch.parameter in self.memory.undecided:  # this pass does not use it
+                self._steps.decide(stretch.parameter)
         session = self._session(parameters, layout, connection) if layout.compressed else None
         driver = connection.driver
         settings = HookSettings(self.feedback, driver.rank, driver.world_size, self.memory, connection.streams)
@@ -331,9 +338,17 @@ class SparseHookState:
         except BaseException as error:
             this.end(error)
             raise
+        if self.steps + self.skipped_steps == 1:
+            self._warn_of_nothing(this.parameters)
         self.reports = [made.report for made in this.buckets]
         self._sessions.keep_only(this.parameters)
         this.end(None)
+
+    def _warn_of_nothing(self, buckets: Sequence[Parameters]) -> None:
+        """Warn if the method compresses no gradient of the first pass."""
+        if not self._sessions.by_bucket and not isinstance(self.method, Dense):
+            gradients = [(f"of shape {tuple(each.shape)}", each.shape) for bucket in buckets for each in bucket]
+            _log.warning("tr.ddp_hook(%r) %s", self.method, self.feedback.describe_exemption(gradients))
 
     def _abandon(self, connection: Connection) -> None:
         """Let the exchanges of the pass that broke off end before its memory is used again."""
@@ -359,6 +374,7 @@ class SparseHookState:
 
     def residual_norm(self) -> float:
         """Return the norm of all residuals of this rank."""
+        self._steps.decide_left_out()
         return self.memory.residuals.norm()
 
     def state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
@@ -370,6 +386,7 @@ class SparseHookState:
         Raises:
             ConfigurationError: It is another model.
         """
+        self._steps.decide_left_out()
         plan = self._plan(model)
         names = {parameter: name for name, parameter in _inner(model).named_parameters()}
         record = self.record()
@@ -397,8 +414,16 @@ class SparseHookState:
             return
         states = [state] if isinstance(state, Mapping) else list(state)
         own, known = states_for(states, *self._rank_and_size())
+        self.end_step()
         self.memory.residuals.load(self._plan(model), own)
         self.resume(HookRecord.named(known, dict(_inner(model).named_parameters())))
+
+    def end_step(self) -> None:
+        """Note that no optimizer will use the gradients of the last pass any more.
+
+        Where none has, residuals and velocities are those from before the pass, unless the gradients are still there.
+        """
+        self._steps.decide_all()
 
     def record(self) -> HookRecord:
         """Return what is needed, beside residuals and velocities, to go on after the last pass. Copied."""
@@ -428,6 +453,7 @@ class SparseHookState:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but the process group, as torch's ``PowerSGDState`` does."""
+        self._steps.decide_left_out()
         settings = {"method": self.method, "feedback": self.feedback, "grad_scaler": self.grad_scaler}
         counts = {"steps": self.steps, "skipped_steps": self.skipped_steps}
         return {**settings, **counts, "_sessions": self._sessions.pickled(self.memory.residuals)}

@@ -97,6 +97,10 @@ class HookHandles:
         """Have ``hook(parameter)`` called each time backward has added to the parameter's gradient."""
         self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
+    def before_gradient(self, parameter: torch.Tensor, hook: WeakHook) -> None:
+        """Have ``hook(gradient)`` called each time before backward adds a gradient to the parameter's."""
+        self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
+
     def before_forward(self, modules: Iterable[torch.nn.Module], hook: WeakHook) -> None:
         """Have ``hook(module, inputs)`` called before the forward pass of each module."""
         self._handles += [module.register_forward_pre_hook(hook) for module in modules]
@@ -104,6 +108,13 @@ class HookHandles:
     def before_step(self, optimizer: torch.optim.Optimizer, hook: WeakHook) -> None:
         """Have ``hook(optimizer, arguments, options)`` called before each step of an optimizer."""
         self._handles.append(optimizer.register_step_pre_hook(hook))
+
+    def after_any_step(self, hook: WeakHook) -> None:
+        """Have ``hook(optimizer, arguments, options)`` called after each step of any torch optimizer of this process.
+
+        ``DistributedOptimizer`` does not take it for a hook that needs the updates at once (``has_step_hooks``).
+        """
+        self._handles.append(_torch_optimizer.register_optimizer_step_post_hook(hook))
 
     def around_state_dict(self, model: torch.nn.Module, hook: WeakHook) -> None:
         """Have ``hook(...)`` called before the state of a module of the model is read or loaded."""
@@ -160,7 +171,7 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
         or _torch_optimizer._global_optimizer_pre_hooks
-        or any(not isinstance(hook, StepCounter) for hook in after_all)
+        or any(not isinstance(hook, StepCounter | WeakHook) for hook in after_all)
     )
 
 

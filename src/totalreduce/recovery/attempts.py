@@ -234,7 +234,7 @@ class Attempt(Run):
         if steps is not None:
             self._check_gradients(state, steps)
             num_steps, are_interrupted = steps.number, steps.are_interrupted
-        self._hooks.settle()  # if no optimizer has done so, because a GradScaler has left the step out
+        self._hooks.end_step()
         state.count(None)
         self._hooks.commit(state.version)
         if state.sampler is not None:

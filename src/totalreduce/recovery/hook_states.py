@@ -22,7 +22,7 @@ import torch
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.groups.encoding import pack, unpack
 from totalreduce.groups.group import Group
-from totalreduce.pytorch.ddp_bucket import Memory
+from totalreduce.pytorch.ddp_memory import Memory
 from totalreduce.pytorch.hooks import HookHandles, WeakHook
 from totalreduce.recovery.membership import Decision
 from totalreduce.recovery.replicas import Exchange, Replicas
@@ -143,8 +143,14 @@ class HookStates:
             vote.end()
         self._has_passed = False
 
+    def end_step(self) -> None:
+        """Settle the step if no optimizer has done so, because a ``GradScaler`` has left it out. See ``settle``."""
+        for hook in self._hooks:
+            hook.end_step()
+        self.settle()
+
     def commit(self, version: int) -> None:
-        """Note that this rank has taken a step, which has brought it to a version. ``settle`` comes before the step."""
+        """Note that this rank has taken a step, which has brought it to a version. ``end_step`` comes before."""
         for hook in self._hooks:
             hook.memory.keep()
         self._accept(version)

@@ -293,11 +293,16 @@ def a_sparse_hook_in_whole_steps(compiled):
     replica = DistributedDataParallel(model)
     state, hook = tr.ddp_hook(tr.OkTopk(density=0.5))
     replica.register_comm_hook(state, hook)
-    step = compiled(lambda inputs: loss_of(replica, inputs).backward())
-    for inputs in batches(3):
-        step(inputs)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward = compiled(lambda inputs: loss_of(replica, inputs).backward())
+    step = compiled(optimizer.step)
+    for number, inputs in enumerate(batches(5)):
+        optimizer.zero_grad()
+        backward(inputs)
+        if number != 3:  # its residuals go back
+            step()
     state.close()
-    return [parameter.grad for parameter in model.parameters()]
+    return [each for parameter in model.parameters() for each in (parameter, parameter.grad)]
 
 
 @as_it_is
