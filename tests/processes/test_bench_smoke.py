@@ -284,7 +284,7 @@ def test_a_step_in_a_block_is_compared_with_one_outside(tmp_path, warm_python):
         assert figure["ratio"]["num_samples"] == 8
         # The vote and the exchange of buffers, each in the fast lane: two operations without a message.
         assert (figure["operations"], figure["messages"]) == (2, 0)
-        assert figure["bytes_sent"] == row + 24  # the vote is three numbers
+        assert figure["bytes_sent"] == row + 40  # the vote is five numbers
         assert figure["bytes_share"] == pytest.approx(
             (row + 24) / (document["raw"][0]["ranks"][0]["outside"]["bytes_sent"])
         )
