@@ -17,7 +17,14 @@ from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.buckets import ParameterSpec
-from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback, Residuals, shaped, states_for
+from totalreduce.pytorch.error_feedback import (
+    CompressedPlan,
+    ErrorFeedback,
+    Residuals,
+    describe_exemption,
+    shaped,
+    states_for,
+)
 from totalreduce.pytorch.planning import NamedParameters, PlanSettings
 from totalreduce.sparse.session import Method
 
@@ -75,7 +82,7 @@ class Compression:
         settings = self._settings
         if settings.sync is None or plan.parameters or self.choices or not specs:
             return
-        why = settings.feedback.describe_exemption([(repr(spec.name), spec.shape) for spec in specs])
+        why = describe_exemption(settings.feedback, [(repr(spec.name), spec.shape) for spec in specs])
         self.warn("nothing", f"sync={settings.sync.name!r} {why}", stacklevel=5)
 
     def warn_of_changes(self) -> None:

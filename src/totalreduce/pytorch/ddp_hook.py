@@ -36,7 +36,7 @@ from totalreduce.pytorch.ddp_bucket import BucketLayout, HookBucket, HookSetting
 from totalreduce.pytorch.ddp_connection import Connection
 from totalreduce.pytorch.ddp_memory import Memory
 from totalreduce.pytorch.ddp_steps import StepWatch
-from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback, Residuals, states_for
+from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback, Residuals, describe_exemption, states_for
 from totalreduce.pytorch.hooks import in_backward
 from totalreduce.sparse.auto import Auto
 from totalreduce.sparse.dense import Dense
@@ -348,7 +348,7 @@ class SparseHookState:
         """Warn if the method compresses no gradient of the first pass."""
         if not self._sessions.by_bucket and not isinstance(self.method, Dense):
             gradients = [(f"of shape {tuple(each.shape)}", each.shape) for bucket in buckets for each in bucket]
-            _log.warning("tr.ddp_hook(%r) %s", self.method, self.feedback.describe_exemption(gradients))
+            _log.warning("tr.ddp_hook(%r) %s", self.method, describe_exemption(self.feedback, gradients))
 
     def _abandon(self, connection: Connection) -> None:
         """Let the exchanges of the pass that broke off end before its memory is used again."""

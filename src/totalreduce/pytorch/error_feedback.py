@@ -25,6 +25,7 @@ __all__ = [
     "MomentumCorrection",
     "Part",
     "Residuals",
+    "describe_exemption",
     "flattened",
     "plan_parts",
     "shaped",
@@ -87,19 +88,6 @@ class ErrorFeedback:
     def compresses(self, shape: Sequence[int]) -> bool:
         """Whether gradients of this shape are compressed."""
         return len(shape) >= 2 and math.prod(shape) >= max(1, self.elements_min)
-
-    def describe_exemption(self, gradients: Sequence[tuple[str, Sequence[int]]]) -> str:
-        """Return why none of these gradients, with names and shapes, is compressed, and what to write."""
-        sizes = [(math.prod(shape), name) for name, shape in gradients if len(shape) >= 2]
-        said = "none has two dimensions"
-        if sizes:
-            number, name = max(sizes)
-            said = f"the largest one of two dimensions or more, {name}, has {number} elements"
-        return (
-            f"compresses no gradient of this model: all {len(gradients)} parameters are below the limit of "
-            f"{self.elements_min} elements ({said}), so all gradients are sent as they are. To compress smaller ones, "
-            "write feedback=tr.ErrorFeedback(elements_min=...)"
-        )
 
     def param_groups(self, parameters: Iterable[torch.nn.Parameter]) -> list[dict[str, Any]]:
         """Return parameter groups for SGD in which every parameter has this momentum exactly once.
@@ -342,6 +330,20 @@ class MomentumCorrection:
         """Forget the velocities of this round: it had no result."""
         self._residuals.spare_velocities.update(self.pending)
         self.pending = {}
+
+
+def describe_exemption(feedback: ErrorFeedback, gradients: Sequence[tuple[str, Sequence[int]]]) -> str:
+    """Return why none of these gradients, with names and shapes, is compressed, and what to write."""
+    sizes = [(math.prod(shape), name) for name, shape in gradients if len(shape) >= 2]
+    said = "none has two dimensions"
+    if sizes:
+        number, name = max(sizes)
+        said = f"the largest one of two dimensions or more, {name}, has {number} elements"
+    return (
+        f"compresses no gradient of this model: all {len(gradients)} parameters are below the limit of "
+        f"{feedback.elements_min} elements ({said}), so all gradients are sent as they are. To compress smaller ones, "
+        "write feedback=tr.ErrorFeedback(elements_min=...)"
+    )
 
 
 def states_for(
