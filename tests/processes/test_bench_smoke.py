@@ -87,6 +87,7 @@ def test_every_collective_is_timed_and_checked_by_every_schedule_and_peer(tmp_pa
     assert "2 ranks on one host" in found.stdout
 
 
+@pytest.mark.slow
 def test_urgent_operations_meet_the_bulk_in_flight(tmp_path, warm_python, monkeypatch):
     monkeypatch.setenv("TOTALREDUCE_FAST_LANE", "0")  # small operations never wait there
     out = tmp_path / "out.json"
@@ -116,6 +117,7 @@ def test_urgent_operations_meet_the_bulk_in_flight(tmp_path, warm_python, monkey
         assert 0.002 + first > 0.5 * max(rank["loaded_s"][index] for rank in raw)
 
 
+@pytest.mark.slow
 def test_replay_prints_waiting_and_steps(tmp_path, warm_python):
     out, path = tmp_path / "out.json", tmp_path / "tiny.json"
     path.write_text(json.dumps(TRACE))

@@ -39,6 +39,7 @@ def test_two_versions_are_measured_in_turns(tmp_path):
     assert "allreduce of 300 KiB" in found.stdout
 
 
+@pytest.mark.slow
 def test_a_version_that_fails_is_named(tmp_path):
     package = tmp_path / "totalreduce"
     package.mkdir()

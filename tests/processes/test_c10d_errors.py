@@ -3,6 +3,8 @@
 import re
 import textwrap
 
+import pytest
+
 START = """
 from datetime import timedelta
 
@@ -148,14 +150,16 @@ def test_a_checkpoint_thread_beside_collectives_needs_a_group_of_its_own(fleet, 
 
     pg, state = dist.group.WORLD, {"w": torch.arange(4.0)}
     dist.barrier()
-    before = pg._calls.count
+    table = pg.group._runner.engine.table
+    before = table._num_submitted
 
     def save(**options):
         return dcp.async_save(dict(state), checkpoint_id=os.environ["FOLDER"], **options)
 
     def called(calls):
+        # Until so many calls have their place in the order.
         deadline = time.monotonic() + 30
-        while pg._calls.count < before + calls and time.monotonic() < deadline:
+        while table._num_submitted < before + calls and time.monotonic() < deadline:
             time.sleep(0.001)
 
     if rank == 0:  # the program's collective, and then the first one of the thread
@@ -178,7 +182,8 @@ def test_a_checkpoint_thread_beside_collectives_needs_a_group_of_its_own(fleet, 
     zero.read("both called", 60.0)
     one.tell()
     for worker in (zero, one):
-        [text, *_] = [text for text in worker.read("result", 60.0)["texts"] if "The threads" in text]
+        texts = worker.read("result", 60.0)["texts"]
+        [text, *_] = [text for text in texts if "The threads" in text] or [pytest.fail(str(texts))]
         assert "MainThread" in text
         assert "of the default group" in text
         assert "dist.new_group(), dcp.async_save(..., process_group=...)" in text

@@ -146,6 +146,7 @@ def check(facts):
     assert facts["replicas"] == 1
 
 
+@pytest.mark.slow
 def test_ranks_with_different_schedules_are_told_so(installed, warm_python, tmp_path):
     """A package that is installed on one host only would make the ranks choose differently."""
     script = tmp_path / "worker.py"

@@ -522,6 +522,7 @@ with tr.ps.connect(tr.init(), num_keys=1000, replicas=2, consistency=tr.ps.Seque
 """
 
 
+@pytest.mark.slow
 def test_workers_come_with_the_file_of_hosts_and_steps_become_those_of_three(tmp_path, hosts_of):
     """Steps of two workers do not wait for the third one before it has come; then it begins where the others are."""
     file, program, folder = tmp_path / "hosts", tmp_path / "train.py", tmp_path / "run"

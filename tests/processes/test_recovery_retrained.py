@@ -31,7 +31,9 @@ DEATHS = {
 }
 
 
-@pytest.mark.parametrize("loop", DEATHS)
+@pytest.mark.parametrize(
+    "loop", [pytest.param(loop, marks=pytest.mark.slow) if loop == "recoverable" else loop for loop in DEATHS]
+)
 def test_no_bit_changes(tmp_path: Path, loop: str) -> None:
     plain, disturbed = run(tmp_path / "plain", loop), run(tmp_path / "disturbed", loop, DEATHS[loop])
     assert len(disturbed.epochs()) == 1 + len(DEATHS[loop].split(","))
@@ -52,6 +54,7 @@ def test_a_newcomer_with_another_plan_is_refused_alone(tmp_path: Path) -> None:
     assert "Traceback" not in made.result.errors[0]
 
 
+@pytest.mark.slow
 def test_without_a_lost_rank_a_group_that_was_not_committed_is_added_again(tmp_path: Path) -> None:
     """All other ranks undo it, also those that had added it when the rank died."""
     made = run(tmp_path / "run", "attempts", "1.0:6:changed", on_loss="shrink", restarts=0)

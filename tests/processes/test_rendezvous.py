@@ -27,7 +27,7 @@ def test_all_ranks_join(fleet):
 
 
 @pytest.mark.faults("F13")
-@pytest.mark.parametrize("odd", [0, 1, 3])
+@pytest.mark.parametrize("odd", [0, 3, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_wrong_key_is_an_error_on_every_rank_that_names_the_key(fleet, odd):
     for worker in start(fleet, 4, by_rank={odd: {"TOTALREDUCE_JOB_KEY": "00" * 32}}):
         answer = worker.read("join")
@@ -72,7 +72,7 @@ def test_different_settings_are_an_error_on_every_rank(fleet):
 
 
 @pytest.mark.faults("F9")
-@pytest.mark.parametrize("missing", [(2,), (1, 3)])
+@pytest.mark.parametrize("missing", [(1, 3), pytest.param((2,), marks=pytest.mark.slow)])
 def test_missing_ranks_are_named_by_every_rank_in_time(fleet, missing):
     stays_away = {rank: {"WORLD_SIZE": "1", "RANK": "0"} for rank in missing}
     for worker in start(fleet, 4, by_rank=stays_away, patience_s=2.5):
@@ -94,6 +94,7 @@ def test_a_rank_0_that_never_comes_is_named(fleet):
         assert answer["seconds"] < 8.0
 
 
+@pytest.mark.slow
 def test_a_port_that_somebody_else_has_is_named(fleet):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -156,6 +157,7 @@ def test_different_world_sizes_are_named_before_anything_else(fleet, key, sizes)
         assert "WORLD_SIZE" in text
 
 
+@pytest.mark.slow
 def test_a_rank_beyond_the_others_world_size_is_told(fleet):
     workers = start(fleet, 3, by_rank={2: {"WORLD_SIZE": "7", "RANK": "5"}}, patience_s=20.0)
     # Ranks 0 and 1 wait for a rank 2 that does not come.
@@ -198,6 +200,7 @@ def test_two_processes_of_one_rank_that_come_at_the_same_moment_are_named(fleet)
     assert all("two processes are rank 1: " in text for text in refusals(workers, within_s=7.0))
 
 
+@pytest.mark.slow
 def test_three_processes_of_one_rank_are_named_too(fleet):
     same = {"RANK": "1", "LOCAL_RANK": "1"}
     workers = start(fleet, 4, by_rank={2: same, 3: same}, patience_s=20.0)

@@ -66,8 +66,10 @@ def warning(name, reason=FULL):
     return f"{name} cannot be written: {reason}. The job goes on; at its end is said what was lost"
 
 
-@pytest.mark.parametrize("code", [0, 3])
-@pytest.mark.parametrize("mode", ["all", "rank0"])
+@pytest.mark.parametrize(
+    ("mode", "code"),
+    [("all", 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("all", 0), ("rank0", 0), ("rank0", 3)))],
+)
 def test_standard_output_on_a_full_disk(job, mode, code):
     with open("/dev/full", "wb") as full:
         done = run(job.command("--output", mode, code=code), stdout=full)

@@ -28,8 +28,18 @@ def run(fleet, kind, number, link, timeout_s=60.0, **variables):
     return facts
 
 
-@LINKS
-@pytest.mark.parametrize("kind", ["messages", "tags", "sizes"])
+@pytest.mark.parametrize(
+    ("kind", "link"),
+    [
+        ("messages", "tcp"),
+        ("tags", "shm"),
+        ("sizes", "tcp"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("messages", "shm"), ("tags", "tcp"), ("sizes", "shm"))
+        ),
+    ],
+)
 def test_a_sender_waits_for_a_receiver_that_is_late(fleet, kind, link):
     late, _ = run(fleet, kind, 300, link, ROOM_BYTES=str(64 * 1024))
     assert late["right"] == 300

@@ -67,6 +67,7 @@ def test_doors_and_seeds(with_digits, tmp_path):
     assert all(seed[-1] < seed[0] for seed in losses(hook))
 
 
+@pytest.mark.slow
 def test_methods_with_settings_in_turns_with_steps_without_communication(fleet, tmp_path):
     small = ("--model", "logistic", "--width", "1000", "--seeds", "2")
     methods = "local_sgd:period=4,diloco:period=6:overlap=2:codec=int8:outer_lr=0.5,stale_synchronous:slack=0:rate=0.5"

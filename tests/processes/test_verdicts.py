@@ -69,8 +69,14 @@ def lose_one(fleet, link, number, size, seed, network=None, *, limit_s=CRASH_S):
 
 
 @pytest.mark.faults("F1", "F2", "F19")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("link", ["shm", "tcp"])
+@pytest.mark.parametrize(
+    ("link", "number"),
+    [
+        ("shm", signal.SIGSTOP),
+        ("tcp", signal.SIGKILL),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("shm", signal.SIGKILL), ("tcp", signal.SIGSTOP))),
+    ],
+)
 def test_survivors_that_end_at_their_error_name_the_victim(fleet, link, number):
     lose_one(fleet, link, number, 4, seed=0, limit_s=LOADED_S)
 

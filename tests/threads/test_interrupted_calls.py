@@ -85,7 +85,7 @@ IN_PARTS = pytest.mark.parametrize(
     [
         pytest.param(transport, name, part, marks=[pytest.mark.slow] if part else [])
         for transport, name in (("tcp", "only rank 1"), ("shm", "known"), ("shm", "only rank 1"))
-        for part in range(0, 32, 2)
+        for part in range(0, 64, 2)
     ],
 )
 
@@ -93,7 +93,7 @@ IN_PARTS = pytest.mark.parametrize(
 @IN_PARTS
 def test_a_handler_closes_the_group_at_any_moment_of_a_call(transport, name, part, caplog):
     """The call fails, the other rank is told, and all threads end, without any other exception and at once."""
-    for step in MOMENTS[transport][part::32]:
+    for step in MOMENTS[transport][part::64]:
         groups = connected_pair(transport)
         pending = groups[0].allreduce(torch.ones(1000), name="only rank 0")
         begin = time.monotonic()
@@ -111,7 +111,7 @@ def test_a_handler_closes_the_group_at_any_moment_of_a_call(transport, name, par
 @IN_PARTS
 def test_a_handler_closes_the_group_and_raises_at_any_moment_of_a_call(transport, name, part):
     """As ``sys.exit`` in a handler does: the exception leaves the call, and both ranks end at once all the same."""
-    for step in MOMENTS[transport][part::32]:
+    for step in MOMENTS[transport][part::64]:
         groups = connected_pair(transport)
         pending = groups[0].allreduce(torch.ones(1000), name="only rank 0")
 

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import itertools
 import re
 import tomllib
 from pathlib import Path
@@ -183,9 +184,9 @@ def test_calls_that_follow_a_default_are_found(code: str, follows: bool) -> None
 IN_PROGRAMS_OF_USERS = [path for path in FILES if not name(path).startswith(("bench/", "cli/"))]
 
 
-@pytest.mark.parametrize("path", IN_PROGRAMS_OF_USERS, ids=name)
-def test_no_tensor_of_the_library_follows_the_default_device_or_dtype_of_the_program(path: Path) -> None:
-    assert calls_that_follow_a_default(nodes(path)) == []
+def test_no_tensor_of_the_library_follows_the_default_device_or_dtype_of_the_program() -> None:
+    found = {name(path): calls_that_follow_a_default(nodes(path)) for path in IN_PROGRAMS_OF_USERS}
+    assert {file: calls for file, calls in found.items() if calls} == {}
 
 
 # ---------------------------------------------------------------------------------------------- the architecture page
@@ -219,17 +220,15 @@ def attributes_of(definition: ast.ClassDef) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=name)
-def test_a_large_class_has_a_sentence_that_says_why(path: Path) -> None:
-    for node in nodes(path):
+def test_a_large_class_has_a_sentence_that_says_why() -> None:
+    unexplained = []
+    for node in itertools.chain.from_iterable(map(nodes, FILES)):
         if isinstance(node, ast.ClassDef) and not any("Enum" in ast.dump(base) for base in node.bases):
             methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
             attributes = attributes_of(node)
             for items, most, what in ((methods, METHODS_MAX, "methods"), (attributes, ATTRIBUTES_MAX, "attributes")):
                 if len(items) > most:
                     sentences = [text for text in re.split(r"[.:] ", PAGE) if f"`{node.name}`" in text and what in text]
-                    assert any(re.search(rf"\b{len(items)}\b", text) for text in sentences), (
-                        node.name,
-                        len(items),
-                        what,
-                    )
+                    if not any(re.search(rf"\b{len(items)}\b", text) for text in sentences):
+                        unexplained.append(f"{node.name}: {len(items)} {what}")
+    assert unexplained == []

@@ -200,8 +200,8 @@ def what_is_applied_and_kept_back_adds_up():
 def steps_that_are_left_out_change_nothing():
     """The program skips a step, or a GradScaler does, because of a gradient that is none of DDP's."""
     few = {"density": 0.05}
-    for method in (tr.OkTopk(**few), tr.TopkA(**few), tr.SharedTopk(**few), tr.PowerSGD(rank=1)):
-        for momentum in (0.0, 0.5):
+    for method in (tr.OkTopk(**few), tr.TopkA(**few), tr.PowerSGD(rank=1)):
+        for momentum in (0.0, 0.5) if method.name == "topka" else (0.0,):
             ends = []
             for left_out in ((), (2, 3), (0,)):
                 model, state = wrap(without_extra(), method, tr.ErrorFeedback(elements_min=0, momentum=momentum))
