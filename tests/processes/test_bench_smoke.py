@@ -315,6 +315,7 @@ def test_observed_steps_are_compared_with_others(tmp_path, warm_python):
     assert all(rank["documents_per_s"] > 0 for rank in document["raw"])
 
 
+@pytest.mark.slow
 def test_faults_of_two_kinds_are_counted_and_survived(tmp_path, warm_python):
     out = tmp_path / "out.json"
     run(

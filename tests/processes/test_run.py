@@ -536,7 +536,16 @@ def test_version():
     assert done.stdout.decode() == f"totalreduce {VERSION}\n"
 
 
-@pytest.mark.parametrize("late", [["-n", "2"], ["-n2"], ["--num-workers=2"], ["--emulate-hosts", "2"]])
+@pytest.mark.parametrize(
+    "late",
+    [
+        ["-n2"],
+        *(
+            pytest.param(late, marks=pytest.mark.slow)
+            for late in (["-n", "2"], ["--num-workers=2"], ["--emulate-hosts", "2"])
+        ),
+    ],
+)
 def test_options_of_the_launcher_after_the_script_are_noticed(launcher, script, late):
     path = script("print(len(sys.argv), os.environ['WORLD_SIZE'])")
     code, _, errors = finish(launcher(path, *late))

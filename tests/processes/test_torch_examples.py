@@ -101,6 +101,7 @@ def test_losses_are_those_on_gloo(fleet, tmp_path, example, model, ranks, dtype,
     assert len(set(losses["gloo"])) == STEPS  # something was learnt, or at least other examples were seen
 
 
+@pytest.mark.slow
 def test_slices_are_trained_like_replicas(fleet, tmp_path):
     # The same data in the same order: DDP and FSDP2 differ in where the sums are made, not in what they are.
     replicas, slices = (

@@ -96,7 +96,7 @@ def test_every_pair_of_crashes_is_survived(size: int, on_loss: str) -> None:
         SimulatedJob(Plan(policy, target=2, crash_at=pair), seed=size).run()
 
 
-@pytest.mark.parametrize("on_loss", ["replace", "shrink"])
+@pytest.mark.parametrize("on_loss", ["replace", pytest.param("shrink", marks=pytest.mark.slow)])
 def test_256_ranks_decide_in_a_quarter_of_a_second(on_loss: str) -> None:
     """In virtual time: each access of the store takes 1 ms, and keeps the store itself busy for 20 us.
 

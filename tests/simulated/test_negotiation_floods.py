@@ -43,7 +43,7 @@ FLOODS = {
 @pytest.mark.parametrize(
     "flood",
     [
-        pytest.param(flood, marks=[pytest.mark.slow] if flood in ("long names", "many dimensions") else [])
+        pytest.param(flood, marks=[pytest.mark.slow] if flood not in ("short names", "many splits") else [])
         for flood in FLOODS
     ],
 )

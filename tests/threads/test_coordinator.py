@@ -31,10 +31,11 @@ from totalreduce.testing import run_ranks
 
 SIZES = [1, 2, 3, 4, 5, 8]
 WORLDS = [*((size, "inproc") for size in SIZES), *((size, kind) for kind in ("shm", "tcp") for size in (2, 4))]
-#: Four ranks are tried over two other transports.
+#: Four ranks are tried over shared memory, five ranks without it.
+SLOW_WORLDS = {(4, "inproc"), (8, "inproc"), (4, "tcp")}
 worlds = pytest.mark.parametrize(
     ("size", "transport"),
-    [pytest.param(*world, marks=[pytest.mark.slow] * (world == (4, "inproc"))) for world in WORLDS],
+    [pytest.param(*world, marks=[pytest.mark.slow] * (world in SLOW_WORLDS)) for world in WORLDS],
 )
 some_worlds = pytest.mark.parametrize(("size", "transport"), [(2, "inproc"), (3, "inproc"), (5, "inproc"), (2, "tcp")])
 
