@@ -85,6 +85,7 @@ def test_all_begin_with_the_latest_commit_when_rank_0_is_new(tmp_path: Path) -> 
     assert list(map(without_resets, disturbed.finals)) == list(map(without_resets, plain.finals))
 
 
+@pytest.mark.slow
 def test_with_fewer_ranks_and_newcomers_every_sample_is_used_once(tmp_path: Path) -> None:
     """Four ranks, then three and two; the processes that were started again join until step 7."""
     deaths = "1:2:forward,0:4:updated"
@@ -259,6 +260,7 @@ Path(sys.argv[1], f"final-{hvd.rank()}.json").write_text(json.dumps(final))
 """
 
 
+@pytest.mark.slow
 def test_what_is_trained_belongs_to_the_state(tmp_path: Path) -> None:
     """Ranks are lost when the others have unfrozen a layer or added a group since their last commit, and later."""
     program = tmp_path / "program.py"

@@ -41,7 +41,12 @@ DIGITS = ("--examples", 600, "--batch-size", 8, "--epochs", 3, "--momentum", 0.8
 
 
 @pytest.mark.parametrize(
-    "options", [(), ("--fp16-allreduce", "--gradient-predivide-factor", 2.0), ("--use-adasum", "--lr", 0.04)]
+    "options",
+    [
+        (),
+        ("--use-adasum", "--lr", 0.04),
+        pytest.param(("--fp16-allreduce", "--gradient-predivide-factor", 2.0), marks=pytest.mark.slow),
+    ],
 )
 def test_digits_are_learnt(fleet, tmp_path, options):
     check(run(fleet, tmp_path, "horovod_mnist", 2, *DIGITS, *options), r"train loss ([\d.]+)")

@@ -256,7 +256,8 @@ def test_a_launcher_that_is_not_mpis_is_an_error():
     assert said[0].startswith("MPI says that this process is alone, openmpi that it is one of 4")
 
 
-@pytest.mark.parametrize("forks", [3, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("forks", [3, 200])
 def test_forked_children_end_without_ending_mpi(forks):
     """Their copy of mpi4py must not call ``MPI_Finalize``, which would abort through the parent's pipe to mpirun."""
     said = lines(

@@ -147,6 +147,7 @@ def test_a_worker_that_cannot_be_started_is_tried_again_and_a_spare_is_not(tmp_p
     assert [final["version"] for final in run.finals] == [40, 40]
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_be_started_and_is_needed_ends_the_run(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.symlink_to(sys.executable)

@@ -250,7 +250,7 @@ def test_a_spare_takes_the_place_of_a_worker_or_of_a_server(warm_python, tmp_pat
 @pytest.mark.parametrize(
     ("num_servers", "victim", "rule", "overlap"),
     [
-        (0, 1, "Sequential()", "backward"),
+        pytest.param(0, 1, "Sequential()", "backward", marks=pytest.mark.slow),
         *(
             pytest.param(3, victim, *case, marks=pytest.mark.slow)
             for victim in (1, 3)
