@@ -10,9 +10,8 @@ from test_faults_hosts import SILENCE_S, Job, pytestmark  # noqa: F401  (the sam
 from totalreduce.launch.emulate import EmulatedNetwork
 
 PROGRAM = Path(__file__).parents[1] / "processes" / "programs" / "c10d_until_lost.py"
-SOME = ("ddp",)
-OTHERS = (
-    "allreduce",
+COLLECTIVES = (
+    *("ddp", "allreduce"),
     *("broadcast from 0", "broadcast from 1", "reduce to 0", "reduce to 1", "all_gather", "all_gather_into_tensor"),
     *("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "gather to 0", "gather to 1"),
     *("scatter from 0", "scatter from 1", "send and recv", "recv from anybody", "barrier", "fsdp"),
@@ -25,7 +24,8 @@ def network():
         yield made
 
 
-@pytest.mark.parametrize("collective", [*SOME, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+@pytest.mark.slow
+@pytest.mark.parametrize("collective", COLLECTIVES)
 def test_a_cut_link_is_a_torch_error_on_both_sides(network, collective):
     job = Job(network, PROGRAM, collective)
     try:

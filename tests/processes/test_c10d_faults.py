@@ -62,9 +62,9 @@ def test_a_killed_rank_is_named(fleet, collective, link):
 
 
 def parts():
-    """Over each link every fourth collective in ``make test``, and every one in ``make soak``."""
+    """Over TCP every fourth collective in ``make test``, and over each link every one in ``make soak``."""
     for index, link in enumerate(LINKS):
-        yield pytest.param(link, 2 + index, 4, id=f"{link}-some")
+        yield pytest.param(link, 2 + index, 4, id=f"{link}-some", marks=[pytest.mark.slow] * (link != "tcp"))
         for first in range(2):
             yield pytest.param(link, first, 2, marks=pytest.mark.slow, id=f"{link}-half-{first}")
 

@@ -119,6 +119,7 @@ def test_a_group_after_a_refused_one_does_not_disturb_the_programs_own_messages(
     assert all(line.startswith("eager_bytes is 1024 on rank 0 and 2048 on rank 2") for line in said[3:])
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_an_error_within_the_time_out():
     said = lines(
         2,
