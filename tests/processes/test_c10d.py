@@ -142,6 +142,7 @@ class Stager:
 """
 
 
+@pytest.mark.slow
 def test_staged_tensors_are_copied_in_and_out(run):
     begin = "ours, gloo = dist.group.WORLD"
     assert begin in COLLECTIVES

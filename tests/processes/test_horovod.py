@@ -45,7 +45,7 @@ def job(zygote):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("size", [1, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4, 5, 8))])
+@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 4, 5, 8))])
 def test_case(job, size, name):
     workers = job.workers(size)
     for worker in workers:

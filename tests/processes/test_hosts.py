@@ -469,6 +469,7 @@ def run_with_a_server(folder, program, hosts, follow, **options):
     return run, [[member["seat"] for member in event["members"]] for event in run.epochs()]
 
 
+@pytest.mark.slow
 def test_servers_come_and_go_with_the_file_of_hosts(tmp_path, hosts_of):
     """One server becomes three; then the host of the first one leaves. No push is lost, and none counts twice."""
     file, program, folder = tmp_path / "hosts", tmp_path / "train.py", tmp_path / "run"
