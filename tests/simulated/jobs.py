@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -94,9 +95,9 @@ def make_job(
             job.tensors[rank, collective.name], job.submissions[rank, collective.name] = tensors, submission
             cluster.submit(rank, submission)
     if fault == "crash" and size > 1:
-        _crash(job, generator)
+        _end_a_rank(job, generator, job.cluster.network.crash)
     elif fault == "stop":
-        _stop(job, generator)
+        _end_a_rank(job, generator, job.cluster.network.stop)
     elif fault == "cut" and size > 1:
         _cut(job, generator)
     return job
@@ -195,22 +196,13 @@ def _expect(job: Job, collective: Collective, size: int) -> None:
         job.expected[rank, collective.name] = outputs
 
 
-def _crash(job: Job, generator: random.Random) -> None:
-    network = job.cluster.network
-    victim = generator.randrange(network.world_size)
+def _end_a_rank(job: Job, generator: random.Random, end: Callable[..., None]) -> None:
+    """``end``: ``crash`` or ``stop`` of the network."""
+    victim = generator.randrange(job.cluster.network.world_size)
     job.fault_at_s = generator.random() * 0.02
     job.dead = job.culprits = (victim,)
     spread_s = generator.choice(SPREADS_S)
-    network.at(job.fault_at_s, lambda: network.crash(victim, spread_s=spread_s))
-
-
-def _stop(job: Job, generator: random.Random) -> None:
-    network = job.cluster.network
-    victim = generator.randrange(network.world_size)
-    job.fault_at_s = generator.random() * 0.02
-    job.dead = job.culprits = (victim,)
-    spread_s = generator.choice(SPREADS_S)
-    network.at(job.fault_at_s, lambda: network.stop(victim, spread_s=spread_s))
+    job.cluster.network.at(job.fault_at_s, lambda: end(victim, spread_s=spread_s))
 
 
 def _cut(job: Job, generator: random.Random) -> None:

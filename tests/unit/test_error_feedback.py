@@ -25,7 +25,7 @@ def test_velocities_of_several_rounds(scale: float) -> None:
         expected = 0.5 * expected + torch.tensor(gradient)
         assert flat.tolist() == expected.tolist()
         correction.pending[parameter][1] = 0.0  # element 1 was applied: factor masking
-        correction.commit()
+        correction.commit({*correction.pending})
         expected[1] = 0.0
         assert residuals.velocities[parameter].tolist() == expected.tolist()
         assert correction.pending == {}
@@ -35,7 +35,7 @@ def test_a_round_without_a_result_changes_no_velocity() -> None:
     residuals, parameter = make(0.5)
     correction = MomentumCorrection(residuals, 0.5)
     correction.correct(parameter, torch.tensor([1.0, 2.0, 3.0]), 1.0)
-    correction.commit()
+    correction.commit({*correction.pending})
     correction.correct(parameter, torch.tensor([math.nan] * 3), 1.0)
     correction.discard()
     assert residuals.velocities[parameter].tolist() == [1.0, 2.0, 3.0]
@@ -50,7 +50,7 @@ def test_two_velocities_take_turns_and_no_more_memory() -> None:
     places = []
     for _ in range(6):
         correction.correct(parameter, torch.ones(3), 1.0)
-        correction.commit()
+        correction.commit({*correction.pending})
         places.append(residuals.velocities[parameter].data_ptr())
     assert places == places[:2] * 3
     assert places[0] != places[1]

@@ -318,10 +318,10 @@ class MomentumCorrection:
         """Return the factor of the loss that gradients still have after ``correct``."""
         return 1.0 if self._momentum else loss_scale
 
-    def commit(self, parameters: Collection[torch.nn.Parameter] | None = None) -> None:
-        """Keep the velocities of this round, of these parameters or of all. The next round uses the old memory."""
+    def commit(self, parameters: Collection[torch.nn.Parameter]) -> None:
+        """Keep the velocities of this round, of these parameters. The next round uses the old memory."""
         velocities, spare = self._residuals.velocities, self._residuals.spare_velocities
-        for parameter in [*self.pending] if parameters is None else self.pending.keys() & parameters:
+        for parameter in self.pending.keys() & parameters:
             if parameter in velocities:
                 spare[parameter] = velocities[parameter]
             velocities[parameter] = self.pending.pop(parameter)

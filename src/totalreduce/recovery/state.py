@@ -14,6 +14,7 @@ import torch
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.groups.encoding import encode
+from totalreduce.pytorch.initial import sha256_of
 from totalreduce.pytorch.local_steps import LocalSteps
 from totalreduce.pytorch.optimizer import DistributedOptimizer
 from totalreduce.recovery.buffers import BufferRow, KeptBuffers, follow_state_dict
@@ -368,7 +369,7 @@ class State:
         """
         trained = self._trained.document()
         text = json.dumps([trained["frozen"], trained["groups"]])
-        digests = {name: _sha256(tensor) for name, tensor in self._compared()}
+        digests = {name: sha256_of(tensor) for name, tensor in self._compared()}
         return {**digests, "which parameters are trained": hashlib.sha256(text.encode()).hexdigest()}
 
     def _compared(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -408,8 +409,3 @@ def _inner(name: str, optimizer: Any) -> torch.optim.Optimizer:
             "tr.State does not support LBFGS, which changes the parameters several times in one step"
         )
     return inner
-
-
-def _sha256(tensor: torch.Tensor) -> str:
-    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
-    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
