@@ -67,6 +67,15 @@ def test_no_bit_changes_with(tmp_path: Path, kind: str) -> None:
     assert plain.finals[0]["steps"] == ([10, 9, 1] if "scaler" in kind else [10, 10, 0])
 
 
+@pytest.mark.parametrize("method", ["topka", pytest.param("oktopk", marks=pytest.mark.slow)])
+def test_a_loss_in_the_middle_of_an_accumulation_undoes_its_passes(tmp_path: Path, method: str) -> None:
+    """Each batch has a commit, and each second one a step: rank 1 dies before one, and rank 0 after another."""
+    plain = run(tmp_path / "plain", 2, method, "", "--accumulate", "2")
+    disturbed = run(tmp_path / "disturbed", 2, method, "1.0:3:forward,0.0:7:updated", "--accumulate", "2")
+    assert disturbed.finals == plain.finals
+    assert plain.finals[0]["steps"] == [10, 10, 0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["topka", "oktopk", "powersgd"])
 def test_a_job_that_is_started_again_goes_on_with_its_residuals(tmp_path: Path, method: str) -> None:

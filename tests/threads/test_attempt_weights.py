@@ -8,9 +8,11 @@ import pytest
 import torch
 
 import totalreduce as tr
-from totalreduce.foundation.errors import ConfigurationError, PeerLost, RecoveryError
+from totalreduce.foundation.errors import PeerLost, RecoveryError
 from totalreduce.recovery.attempts import Attempts
 from totalreduce.recovery.membership import Decision, Member
+from totalreduce.recovery.snapshots import Snapshots
+from totalreduce.recovery.wishes import Wish
 from totalreduce.testing import run_ranks
 
 
@@ -242,48 +244,112 @@ def gradients(program: Program, value: float = 1.0) -> None:
         each.grad = torch.full_like(each, value) if each.grad is None else each.grad.add_(value)
 
 
-def accumulate(program: Program, attempt) -> None:
-    gradients(program)
-    attempt.commit()
-    gradients(program)
-    program.optimizers["0"].step()
+def accumulate(program: Program, attempt, *, num_batches: int, lost_at: int = -1) -> list[int]:
+    """Step after every third batch, with commits after all of them; return the versions that are to be on disk."""
+    written: list[int] = []
+    attempt._snapshots = SimpleNamespace(is_due=Snapshots("folder", every=2).is_due, on_signal=None)
+    attempt._write = lambda: written.append(program.state.version)
+    while program.state.version < num_batches:
+        program.state.total += program.state.version
+        program.backward()
+        if program.state.version == lost_at:
+            raise LOST
+        if program.state.version % 3 == 2:
+            program.optimizers["0"].step()
+            program.optimizers["0"].zero_grad()
+        attempt.commit()
+    return written
 
 
-def accumulate_after_steps_that_left_theirs(program: Program, attempt) -> None:
-    gradients(program)
-    program.optimizers["0"].step()
-    attempt.commit()
-    gradients(program)
-    attempt.commit()
+@pytest.mark.parametrize("num_lost_at", [3, 4, 5])
+def test_a_loss_in_the_middle_of_an_accumulation_undoes_it_back_to_the_last_step(num_lost_at: int) -> None:
+    def body(group, *, lost_at: int):
+        program = Program(group, total=0)
+        if lost_at >= 0:
+            with program.attempt() as attempt:
+                accumulate(program, attempt, num_batches=9, lost_at=lost_at)
+        with program.attempt() as attempt:
+            begin = program.state.version, program.state.steps, program.state.total
+            written = accumulate(program, attempt, num_batches=9)
+        return program.weights(), program.state.total, begin, written
+
+    for plain, disturbed in zip(
+        run_ranks(2, lambda group: body(group, lost_at=-1)),
+        run_ranks(2, lambda group: body(group, lost_at=num_lost_at)),
+        strict=True,
+    ):
+        assert equal(plain[0], disturbed[0])
+        assert disturbed[1] == plain[1] == sum(range(9))
+        assert disturbed[2] == (3, 3, 0 + 1 + 2)
+        assert (plain[3], disturbed[3]) == ([3, 6, 9], [6, 9])  # 2, 4 and 8 have gradients that would be missing
 
 
-def sparse_gradients(program: Program, attempt) -> None:
+def test_after_the_last_batch_a_rank_without_the_step_gets_it_from_one_that_has_taken_it() -> None:
+    """Rank 0 is lost in its third batch, when the step of rank 1 has ended."""
+
+    def body(group):
+        program = Program(group, total=0)
+        with program.attempt() as attempt:
+            accumulate(program, attempt, num_batches=2)
+            program.backward()
+            if group.rank:
+                program.optimizers["0"].step()
+                program.optimizers["0"].zero_grad()
+                attempt.commit()
+            raise LOST
+        with program.attempt():
+            return program.weights(), program.state.version
+
+    (first, version), (second, _) = run_ranks(2, body)
+    assert equal(first, second)
+    assert version == 3
+
+
+def test_what_ends_attempts_and_loops_waits_for_the_step() -> None:
+    """Processes that wait to join, and a signal of the snapshots."""
+
+    def body(group):
+        program, ended = Program(group, total=0), []
+        for wish in (Wish.MEMBERS, Wish.END):
+            with program.attempt() as attempt:
+                attempt._wish_of_all = lambda wish=wish: wish
+                attempt._snapshots = SimpleNamespace(is_due=lambda *_: False, write_last=lambda version, _: None)
+                while not attempt.preempted:
+                    program.backward()
+                    if program.state.version % 3 == 2:
+                        program.optimizers["0"].step()
+                        program.optimizers["0"].zero_grad()
+                    attempt.commit()
+            ended.append(program.state.version)
+        return ended
+
+    assert run_ranks(1, body) == [[3, 6]]
+
+
+def sparse_gradients(program: Program) -> None:
     table = program.model[0].weight
     table.grad = torch.ones_like(table).to_sparse()
-    attempt.commit()
 
 
-@pytest.mark.parametrize("steps", [accumulate, accumulate_after_steps_that_left_theirs, sparse_gradients])
+@pytest.mark.parametrize(("make", "has_step"), [(gradients, False), (gradients, True), (sparse_gradients, False)])
 @pytest.mark.parametrize("can_be_replaced", [True, False])
-def test_a_commit_with_gradients_that_no_step_has_used_is_refused(steps, can_be_replaced: bool) -> None:
+def test_gradients_that_no_step_has_used_make_a_commit_provisional(make, has_step: bool, can_be_replaced: bool) -> None:
+    """Also after a step that has left its gradients, to which others are added."""
+
     def body(group):
-        program, finished = Program(group), []
+        program, provisional = Program(group), []
+        with program.attempt() as attempt:
+            if not can_be_replaced:
+                attempt._assembly = None
+            for number in range(3):
+                make(program)
+                if number == 0 and has_step:
+                    program.optimizers["0"].step()
+                provisional.append(attempt._is_provisional())
+                attempt.commit()
+        return provisional
 
-        def run() -> None:
-            with program.attempt() as attempt:
-                attempt._assembly.finish = lambda: finished.append("yes")
-                if not can_be_replaced:
-                    attempt._assembly = None
-                steps(program, attempt)
-
-        with pytest.raises(ConfigurationError) as caught:
-            run()
-        assert finished == ["yes"] * can_be_replaced
-        return str(caught.value)
-
-    for message in run_ranks(2, body):
-        assert "no optimizer has taken a step since the last commit" in message
-        assert "call backward() several times with parts of one batch" in message
+    assert run_ranks(2, body) == [[not has_step, True, True]] * 2
 
 
 def zero_at_the_begin(program: Program, attempt) -> None:
@@ -313,6 +379,7 @@ def a_scaler_that_leaves_a_step_out(program: Program, attempt) -> None:
     before = program.weights()
     scaler.step(program.optimizers["0"])
     scaler.update()
+    program.optimizers["0"].zero_grad()
     attempt.commit()
     assert equal(program.weights(), before)
 
@@ -352,31 +419,30 @@ def by_hand(program: Program, attempt) -> None:
         by_hand,
     ],
 )
-def test_a_commit_whose_gradients_were_used_or_do_not_count_is_accepted(steps) -> None:
+def test_a_commit_whose_gradients_were_used_or_do_not_count_is_final(steps) -> None:
     def body(group):
         num_optimizers = 2 if steps is gradients_of_another_optimizer else 1
         program = Program(group, num_optimizers)
         program.optimizers["0"].within = torch.optim.SGD(program.model.parameters(), lr=0.0)
         with program.attempt() as attempt:
             steps(program, attempt)
-        return program.state.version
+            return program.state.version, attempt._version
 
-    assert all(run_ranks(2, body))
+    assert all(0 < version == final for version, final in run_ranks(2, body))
 
 
-def test_sharded_gradients_are_finite_if_they_are_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scaler leaves a step out on all ranks, if a single rank has an element that is not finite."""
-
-    def body(group, value):
+def test_sharded_gradients_wait_on_all_ranks_if_they_do_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(group):
         program = Program(group)
         with program.attempt() as attempt:
             committed = []
-            attempt._copies = SimpleNamespace(commit=committed.append)
+            attempt._copies = SimpleNamespace(commit=lambda state, since: committed.append((since, state.version)))
             attempt._weights = None
-            gradients(program, value if group.rank == 1 else 1.0)
+            gradients(program, 1.0 if group.rank == 1 else 0.0)
             attempt.commit()
-            return len(committed)
+            attempt.commit()
+            program.optimizers["0"].step()
+            attempt.commit()
+            return committed
 
-    assert run_ranks(2, lambda group: body(group, float("nan"))) == [1, 1]
-    with pytest.raises(ConfigurationError, match="no optimizer has taken a step"):
-        run_ranks(2, lambda group: body(group, 1.0))
+    assert run_ranks(2, body) == [[(0, 3)]] * 2

@@ -167,13 +167,19 @@ def test_a_step_that_is_repeated_begins_with_the_residuals_of_the_last_commit(ha
     assert {hook.steps for process in processes for hook in process.hooks} == {4}
 
 
-def test_a_rank_that_is_behind_and_the_copies_that_it_has_are_of_the_step_that_others_have_taken() -> None:
+@pytest.mark.parametrize("num_provisional", [0, 2])
+def test_a_rank_that_is_behind_and_the_copies_that_it_has_are_of_the_step_that_others_have_taken(
+    num_provisional: int,
+) -> None:
     """Rank 0 has not learnt the result of the vote, and has the copy of rank 2, which is lost."""
     processes = train(3, 2)
 
     def body(group):
         process = processes[group.rank]
         process.enter(group, members(0, 0, 0, epoch=2), 2)
+        for _ in range(num_provisional):
+            process.backward(0.0)
+            process.state.count(None)
         process.backward(1.0 + group.rank)
         process.keeper.settle()
         if group.rank:
@@ -183,8 +189,9 @@ def test_a_rank_that_is_behind_and_the_copies_that_it_has_are_of_the_step_that_o
     run_ranks(3, body)
     first, second, _ = processes
     new = Process()
-    assert go_on([first, second, new], members(0, 0, 1, epoch=3), 3) == [[3.0, 33.0], [6.0, 66.0], [9.0, 99.0]]
-    assert {hook.steps for process in (first, second, new) for hook in process.hooks} == {4}
+    kept = go_on([first, second, new], members(0, 0, 1, epoch=3), 3 + num_provisional)
+    assert kept == [[3.0, 33.0], [6.0, 66.0], [9.0, 99.0]]
+    assert {hook.steps for process in (first, second, new) for hook in process.hooks} == {4 + num_provisional}
 
 
 def test_a_rank_whose_last_step_does_not_count_goes_on_with_its_copy_of_the_step_before() -> None:

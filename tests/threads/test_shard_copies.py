@@ -28,7 +28,7 @@ def train(copies, state, steps):
         state.model.weight.data += 1
         state.seen = [*state.seen, state.steps]
         state.count(None)
-        copies.commit(state)
+        copies.commit(state, state.version - 1)
 
 
 def run_job(copies, steps, value=100.0, epoch=1, snapshots=None, has_begun=False):
@@ -91,7 +91,7 @@ def test_a_new_rank_trains_what_the_lost_one_trained() -> None:
             model(torch.ones(1, 2)).sum().backward()
             state.optimizer.step()
             state.count(None)
-            copies[group.rank].commit(state)
+            copies[group.rank].commit(state, state.version - 1)
         copies[group.rank]._receive()
         group.barrier()
         return state.digests(), [group["lr"] for group in state.optimizer.param_groups]

@@ -174,6 +174,8 @@ def test_wrong_numbers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="keep"):
         Snapshots(tmp_path, every=1, keep=0)
     assert [Snapshots(tmp_path, every=10).is_due(version) for version in (0, 5, 10, 20)] == [False, False, True, True]
+    ranges = [(4, 9), (8, 12), (10, 11), (9, 20)]
+    assert [Snapshots(tmp_path, every=10).is_due(last, since) for since, last in ranges] == [False, True, False, True]
     assert Snapshots(tmp_path / "none", every=10).latest() == 0
 
 

@@ -9,6 +9,10 @@ optimizer's state there are none, unless collectives come between a step and its
 its last commit gives them to nobody (``weights``). That needs nothing of the program but that it finds its place by the
 state.
 
+A program may commit in the middle of an accumulation, with gradients that no optimizer has used. Such a commit is
+*provisional*: it keeps no copies, and a loss undoes it, with those before it back to the last step. So the batches of
+these gradients are computed again.
+
 A model that FSDP2 shards is bound to one group, so the program builds it in each attempt and passes its state to
 ``Attempt.synchronize`` (``ShardedAttempts``). The shards of a lost rank come from copies (``copies``), and all ranks go
 back to the version of the copies.
@@ -36,7 +40,7 @@ from totalreduce.recovery.refusals import check_whole
 from totalreduce.recovery.runs import Membership, Run, Runs, latest_version
 from totalreduce.recovery.snapshots import Snapshots, share_token
 from totalreduce.recovery.state import State
-from totalreduce.recovery.steps import StepsSinceCommit, pending_gradients
+from totalreduce.recovery.steps import StepsSinceCommit, has_elements
 from totalreduce.recovery.weights import CommitWeights
 from totalreduce.recovery.wishes import Wish, handles_signals, wish_to_end
 
@@ -98,6 +102,7 @@ class Attempt(Run):
         self._snapshots, self._copies, self._weights = snapshots, copies, weights
         self._hooks = hooks or HookStates(state, 0)
         self._steps: StepsSinceCommit | None = None
+        self._version = 0  #: Of the last commit that is not provisional.
         self.preempted = False
 
     @property
@@ -172,6 +177,7 @@ class Attempt(Run):
 
     def _begin(self, state: State) -> None:
         state.drop_gradients()
+        self._version = state.version
         counts = self._weights is not None  # else it does not matter when collectives are called
         self._steps = StepsSinceCommit(state, self._count_operations if counts else None)
         seed_generators(self._seed, state.version, self.group.rank)
@@ -211,11 +217,15 @@ class Attempt(Run):
             yield batch
             if self._state.version != version + 1:
                 raise ConfigurationError(
-                    "a step of attempt.batches ends with attempt.commit(), called once after optimizer.step()"
+                    "each batch of attempt.batches ends with attempt.commit(), called once and after optimizer.step()"
                 )
 
     def commit(self) -> None:
-        """Note that this rank has taken a step: call it once after each ``optimizer.step()``.
+        """Note that this rank has used a batch: call it after ``optimizer.step()``, once for each batch.
+
+        If gradients wait for a step, because the program accumulates them over several batches, the commit counts for
+        the time being: a loss undoes it, up to the last commit after a step. Snapshots that are due, processes that
+        wait to join, and signals wait for the next step.
 
         If collectives come between an optimizer's step and this call, a loss in one of them must undo the step: then
         each commit copies parameters and states of optimizers, from the first such commit on (with several optimizers
@@ -226,30 +236,30 @@ class Attempt(Run):
         snapshots, the version is on disk when this returns, and the loops end.
 
         Raises:
-            ConfigurationError: There are gradients, and no optimizer has taken a step since the last commit. Or an
-                optimizer has made a state that cannot be sent to other ranks.
+            ConfigurationError: An optimizer has made a state that cannot be sent to other ranks.
             PeerLost: A rank is lost.
         """
         state, steps = self._state, self._steps
-        if steps is not None:
-            self._check_gradients(state, steps)
-            num_steps, are_interrupted = steps.number, steps.are_interrupted
+        if self._is_provisional():
+            self._count()
+            self._wish_of_all()  # on all ranks, also if another one's gradients are all zero
+            return
+        are_interrupted = steps is not None and steps.are_interrupted
         self._hooks.end_step()
-        state.count(None)
+        if self._version == 0:
+            state.check_first_step()
+        self._count()
         self._hooks.commit(state.version)
-        if state.sampler is not None:
-            state.sampler.advance()
         if self._copies is None:  # else the next attempt builds the model anew
             state.keep()
         if self._weights is not None and steps is not None:
-            self._weights.commit(num_steps, are_interrupted=are_interrupted, logs=self.group.rank == 0)
-        seed_generators(self._seed, state.version, self.group.rank)
+            self._weights.commit(steps.number, are_interrupted=are_interrupted, logs=self.group.rank == 0)
+        since, self._version = self._version, state.version
         snapshots = self._snapshots
         if self._copies is not None:
-            self._copies.commit(state)
-        elif snapshots is not None and snapshots.is_due(state.version):
+            self._copies.commit(state, since)
+        elif snapshots is not None and snapshots.is_due(state.version, since):
             self._write()
-        self.note_step()
         wish = self._wish_of_all()
         if wish is Wish.MEMBERS:
             if self._copies is not None:
@@ -262,30 +272,28 @@ class Attempt(Run):
         if steps is not None:
             steps.begin()
 
-    def _check_gradients(self, state: State, steps: StepsSinceCommit) -> None:
-        """Check that no gradients wait for a step. Collective with sharded gradients, if no optimizer has stepped.
-
-        A ``GradScaler`` that has left a step out has found elements that are not finite.
-        """
-        if steps.number or not steps.has_gradients:
-            return
+    def _is_provisional(self) -> bool:
+        """Whether gradients wait for a step. Collective with sharded gradients, if no optimizer has stepped."""
+        steps = self._steps
+        if steps is None or steps.number or not steps.has_gradients:
+            return False
         if self._weights is not None and self._weights.differ():
-            return  # the program has changed them by itself
-        are_some, are_finite = pending_gradients(state.model)
-        if self._copies is not None:
-            found = torch.tensor([are_some, not are_finite], dtype=torch.int64, device="cpu")
-            self.group.control.allreduce(found, name="recovery/gradients", op=ReduceOp.MAX).wait()
-            are_some, are_finite = bool(found[0]), not found[1]
-        if are_some and are_finite:
-            if self._assembly is not None:
-                self._assembly.finish()  # a process that is started again would come to the same error
-            raise ConfigurationError(
-                "attempt.commit() was called with gradients, and no optimizer has taken a step since the last commit. "
-                "The samples of these gradients count as used from now on, but after a loss the gradients would be "
-                "gone. To accumulate gradients, call backward() several times with parts of one batch of "
-                "attempt.batches, then optimizer.step() and attempt.commit() once. Gradients that no step is to use "
-                "are reset by optimizer.zero_grad() before the commit"
-            )
+            return False  # the program has changed them by itself
+        are_some = has_elements(self._state.model)
+        if self._copies is None:
+            return are_some
+        found = torch.tensor([are_some], dtype=torch.int64, device="cpu")
+        self.group.control.allreduce(found, name="recovery/gradients", op=ReduceOp.MAX).wait()
+        return bool(found)
+
+    def _count(self) -> None:
+        """Count a batch, and begin the next one."""
+        state = self._state
+        state.count(None)
+        if state.sampler is not None:
+            state.sampler.advance()
+        seed_generators(self._seed, state.version, self.group.rank)
+        self.note_step()
 
     def _write(self) -> None:
         """Begin to write this rank's part of the present version."""

@@ -198,15 +198,19 @@ class ShardCopies:
         self._copy(state)
         self.complete(state)
 
-    def commit(self, state: State) -> None:
+    def commit(self, state: State, since: int) -> None:
         """Copy the state if its version is due, for other ranks and for the disk. Collective, after each step.
+
+        Args:
+            state: The state.
+            since: The version after the step before. Those between cannot be copied.
 
         Raises:
             PeerLost: A rank is lost.
         """
-        if state.version % self.every == 0:
+        if state.version // self.every > since // self.every:
             self._copy(state)
-        if self._snapshots is not None and self._snapshots.is_due(state.version):
+        if self._snapshots is not None and self._snapshots.is_due(state.version, since):
             self.write(state)
 
     def write(self, state: State) -> None:

@@ -248,8 +248,9 @@ class HookStates:
             # what it kept back before.
             self._kept, self._hooks, self._records = Memory(), [], []
             self._replicas = Replicas(self.num_copies)
-        # If others have taken one more step, this rank has come to its vote, and knows what it keeps back after it.
-        is_behind = has_state and version == self._version + 1
+        # If others have taken one more step (some versions later, if the program accumulates gradients), this rank has
+        # come to its vote, and knows what it keeps back after it.
+        is_behind = has_state and version > self._version
         for hook in self._hooks:
             if is_behind:
                 hook.memory.keep()

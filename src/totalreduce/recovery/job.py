@@ -554,6 +554,8 @@ class Job:
     def _commit(self) -> None:
         """Count a block that has taken effect."""
         self.group.operations.runner.refusal = ""
+        if self._kind.label is None and self.state.steps == 0:
+            self.state.check_first_step()
         self.state.count(self._kind.label)
         if self._assembly is not None:
             self._assembly.begin()

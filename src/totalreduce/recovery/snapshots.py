@@ -93,9 +93,14 @@ class Snapshots:
         self._handlers: dict[int, Any] = {}  #: Those of before ``watch``.
         self._writer: threading.Thread | None = None
 
-    def is_due(self, version: int) -> bool:
-        """Whether a version is to be written."""
-        return version > 0 and version % self.every == 0
+    def is_due(self, version: int, since: int | None = None) -> bool:
+        """Whether a version is to be written.
+
+        Args:
+            version: The version.
+            since: The version before it that could be written; ``None``: each could.
+        """
+        return version > 0 and version // self.every > (version - 1 if since is None else since) // self.every
 
     @property
     def is_asked(self) -> bool:

@@ -56,6 +56,7 @@ class _Kept:
         trained: Which parameters were trained, and by which groups of the optimizers.
         settings: The hyper-parameters of all optimizers, by group.
         sampler: The ``state_dict`` of the sampler or stream, or nothing.
+        counts: The version and the number of steps.
     """
 
     values: dict[str, Any]
@@ -63,6 +64,7 @@ class _Kept:
     trained: KeptTrained
     settings: list[dict[str, Any]]
     sampler: dict[str, int] | None
+    counts: tuple[int, int]
 
 
 def _copy_of(value: Any) -> Any:
@@ -192,14 +194,16 @@ class State:
         """Whether a block of ``job.once(label)`` has taken effect in this epoch of the sampler."""
         return self._done.get(label) == self._epoch
 
-    def count(self, label: str | None) -> None:
-        """Count a block that has taken effect: a step, or with ``label`` a block of ``job.once``.
+    def check_first_step(self) -> None:
+        """Check what the first step has made.
 
         Raises:
-            ConfigurationError: In the first step, an optimizer has made a state that cannot be sent to other ranks.
+            ConfigurationError: An optimizer has made a state that cannot be sent to other ranks.
         """
-        if label is None and self.steps == 0:
-            check_optimizers(self._inners, self.model)
+        check_optimizers(self._inners, self.model)
+
+    def count(self, label: str | None) -> None:
+        """Count a block that has taken effect: a step, or with ``label`` a block of ``job.once``."""
         self.version += 1
         if label is None:
             self.steps += 1
@@ -229,6 +233,7 @@ class State:
             group.update(_copy_of(settings))
         if self.sampler is not None and kept.sampler is not None:
             self.sampler.load_state_dict(kept.sampler)
+        self.version, self.steps = kept.counts
         self._buffers.restore()
         self.drop_gradients()
 
@@ -263,6 +268,7 @@ class State:
             trained=self._trained.keep(),
             settings=[{key: _copy_of(group[key]) for key in group if key != "params"} for group in self._groups()],
             sampler=None if self.sampler is None else self.sampler.state_dict(),
+            counts=(self.version, self.steps),
         )
 
     # ----------------------------------------------------------------------------------- a state that comes from others

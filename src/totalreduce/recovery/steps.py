@@ -11,7 +11,7 @@ from totalreduce.pytorch.wrapper import OptimizerWrapper
 from totalreduce.recovery.state import State
 from totalreduce.tensors.compilation import never_compiled
 
-__all__ = ["StepsSinceCommit", "pending_gradients"]
+__all__ = ["StepsSinceCommit", "has_elements"]
 
 #: The attribute of a gradient that was there at a commit: the count of its changes then. A reference to the gradient
 #: would keep its memory.
@@ -88,15 +88,11 @@ def _gradients(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             yield gradient
 
 
-def pending_gradients(model: torch.nn.Module) -> tuple[bool, bool]:
-    """Return whether some gradient of a model has another element than zero, and whether all elements are finite.
-
-    Both are of the rank's elements, where gradients are sharded.
-    """
-    are_some, are_finite = False, True
+def has_elements(model: torch.nn.Module) -> bool:
+    """Whether some gradient of a model has another element than zero, among the rank's own if they are sharded."""
     for gradient in _gradients(model.parameters()):
         local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
         values = local.detach().coalesce().values() if local.is_sparse else local.detach()
-        are_some = are_some or bool(values.count_nonzero())
-        are_finite = are_finite and bool(values.isfinite().all())
-    return are_some, are_finite
+        if values.count_nonzero():
+            return True
+    return False

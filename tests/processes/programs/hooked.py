@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--snapshots", type=Path)
     parser.add_argument("--behind", type=int, default=-1, help="rank 0 learns in this step's vote that rank 1 is lost")
     parser.add_argument("--overflow", type=int, default=-1, help="the step that a GradScaler leaves out")
+    parser.add_argument("--accumulate", type=int, default=1, help="the number of batches of a step")
     parser.add_argument("--die", default="", help="SEAT.INCARNATION:VERSION:PLACE[,...]")
     arguments = parser.parse_args()
     seat, incarnation = os.environ["RANK"], os.environ.get("TOTALREDUCE_INCARNATION", "0")
@@ -85,10 +86,11 @@ def main() -> None:
                     loss = loss + module[4].bias.sum() * float("inf")
                 scaler.scale(loss).backward()
                 die_at("backward")
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-                die_at("updated")
+                if (step + 1) % arguments.accumulate == 0:
+                    scaler.step(optimizer)
+                    scaler.update()
+                    optimizer.zero_grad()
+                    die_at("updated")
                 attempt.commit()
                 if snapshots is not None:
                     snapshots.wait()
