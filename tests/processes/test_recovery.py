@@ -67,7 +67,7 @@ def test_replaced_ranks_change_no_bit(tmp_path: Path, kind: str) -> None:
 
 def test_the_loss_of_the_store_changes_no_bit(tmp_path: Path) -> None:
     """The process that serves it is killed at once, after the first epoch was decided, and when a rank has died."""
-    plain = Run(tmp_path / "plain", 3, "--pause", "0.05", on_loss="replace")
+    plain = Run(tmp_path / "plain", 3, on_loss="replace")
     keepers, begun, killed = [], [], []
 
     def kill_keeper(place: str) -> None:
@@ -80,16 +80,16 @@ def test_the_loss_of_the_store_changes_no_bit(tmp_path: Path) -> None:
             keepers.append(event["pid"])
         elif event["event"] == "epoch":
             begun.append(event["epoch"])
+            (tmp_path / "disturbed" / f"epoch-of-store-{event['epoch'] // 1000}").touch()
             kill_keeper("first epoch")
         elif event["event"] == "ended" and event["signal"] == "SIGKILL":
             kill_keeper(f"death of rank {event['rank']}")
         elif event["event"] == "started":
             kill_keeper("start")
 
-    # Late enough for an epoch after the loss of the store alone: one epoch may follow two losses.
-    deaths = "1:8:forward,2:11:updated"
-    arguments = ["--pause", "0.05", "--die", deaths]
-    disturbed = Run(tmp_path / "disturbed", 3, *arguments, on_loss="replace", on_event=follow)
+    # An epoch follows the loss of the store alone, before a rank dies, too: one epoch may follow two losses.
+    deaths = "1:8:forward:epoch-of-store-2,2:11:updated:epoch-of-store-3"
+    disturbed = Run(tmp_path / "disturbed", 3, "--die", deaths, on_loss="replace", on_event=follow)
     assert disturbed.result.exit_code == 0, disturbed.result.errors
     assert killed == ["start", "first epoch", "death of rank 1", "death of rank 2"]
     assert len(keepers) == 5

@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--average", action="store_true", help="keep a moving average of a parameter in a buffer")
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--die", default="", help="SEAT:VERSION:PLACE[,...], by the first incarnation of the seat")
+    parser.add_argument("--die", default="", help="SEAT:VERSION:PLACE[:FILE][,...], by the first incarnation of the seat")
     parser.add_argument("--hold", type=int, default=0, help="wait for so many ranks before the second epoch")
     parser.add_argument("--sizes", default="", help="EPOCH:RANKS[,...]: wait for so many ranks before this epoch")
     parser.add_argument("--replicas", type=int, default=1)
@@ -76,7 +76,11 @@ def main() -> None:
     place = [int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")]
     (arguments.folder / f"place-{seat}-{incarnation}").write_text(json.dumps(place))
     deaths = [death.split(":") for death in arguments.die.split(",") if death]
-    mine = {(int(version), place) for where, version, place in deaths if int(where) == seat and incarnation == 0}
+    mine = {
+        (int(version), place): file
+        for where, version, place, *file in deaths
+        if int(where) == seat and incarnation == 0
+    }
 
     told_to_end = []
     signal.signal(signal.SIGTERM, lambda *_: told_to_end.append(True))
@@ -86,6 +90,9 @@ def main() -> None:
         if told_to_end and place == "forward":
             os._exit(128 + signal.SIGTERM)  # not between the vote and the line in the log
         if (state.version, place) in mine:
+            for file in mine[state.version, place]:
+                while not (arguments.folder / file).exists():
+                    time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(60)
 
