@@ -65,7 +65,9 @@ def main() -> None:
     parser.add_argument("--average", action="store_true", help="keep a moving average of a parameter in a buffer")
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--die", default="", help="SEAT:VERSION:PLACE[:FILE][,...], by the first incarnation of the seat")
+    parser.add_argument(
+        "--die", default="", help="SEAT:VERSION:PLACE[:FILE][,...], by the first incarnation of the seat"
+    )
     parser.add_argument("--hold", type=int, default=0, help="wait for so many ranks before the second epoch")
     parser.add_argument("--sizes", default="", help="EPOCH:RANKS[,...]: wait for so many ranks before this epoch")
     parser.add_argument("--replicas", type=int, default=1)
