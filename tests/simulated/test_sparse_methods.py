@@ -58,7 +58,7 @@ def test_all_methods_are_registered_under_their_names() -> None:
 @pytest.mark.parametrize(
     ("name", "world_size"),
     [
-        pytest.param(name, size, marks=[pytest.mark.slow] * (size in (5, 7) or (size == 8 and name != "oktopk")))
+        pytest.param(name, size, marks=[pytest.mark.slow] * (size in (2, 5, 7) or (size == 8 and name != "oktopk")))
         for name in METHODS
         for size in WORLD_SIZES
     ],

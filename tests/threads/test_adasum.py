@@ -254,7 +254,7 @@ def wrap(model: torch.nn.Module, group: Group, kind: str = "sgd") -> AdasumOptim
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [4, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 3))])
 def test_equal_data_train_as_one_process_does(world_size: int, kind: str) -> None:
     def body(group: Group) -> torch.Tensor:
         model = Net()

@@ -162,7 +162,7 @@ def blocks_of(group: Group, sizes: list[int], dtype: torch.dtype, memory: str) -
         ("shared", 2),
         ("apart", 3),
         ("apart", 1),
-        ("together", 4),
+        pytest.param("together", 4, marks=pytest.mark.slow),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
@@ -266,7 +266,7 @@ def test_blocks_that_lie_apart_and_memory_that_cannot_be_read_are_staged(monkeyp
     compare(2, results_of)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("world_size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 5))])
 def test_any_order_and_more_operations_than_room(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What finds no entry or no stage on one rank is carried out by messages on all."""
     monkeypatch.setattr(lane_module, "_home", lambda key: key[0] % 128)  # 135 entries

@@ -48,7 +48,7 @@ def wrap(model: torch.nn.Module, group: Group, optimizer: str = "momentum", **se
     return DistributedOptimizer(OPTIMIZERS[optimizer](list(model.parameters())), model, group=group, **settings)
 
 
-@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("world_size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 4))])
 @pytest.mark.parametrize("overlap", ["backward", "iterations"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_over_a_native_stream_training_equals_one_process(world_size: int, overlap: str, optimizer: str) -> None:

@@ -90,7 +90,7 @@ def come_near(group: Group) -> None:
     group.barrier()
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 5, 8))])
 def test_no_bit_depends_on_the_relay(world_size: int, taken: list[str]) -> None:
     """Collectives of every kind, several times each: from the second one on all connections are known.
 

@@ -50,7 +50,7 @@ def close_all(groups):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("compute", ["thread", "inline"])
+@pytest.mark.parametrize("compute", ["thread", pytest.param("inline", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("num_operations", [80, pytest.param(400, marks=pytest.mark.slow)])
 def test_eight_threads_submit_and_wait_on_one_group(transport, compute, num_operations):
     num_threads = 8

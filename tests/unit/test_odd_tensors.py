@@ -151,7 +151,7 @@ def test_an_odd_state_of_an_optimizer_is_refused_by_name_after_the_first_step(ki
     state.count("an evaluation")
     optimizer.step()
     with pytest.raises(ConfigurationError, match="the optimizer 'main' has a state 'odd' of weight that other ranks"):
-        state.count(None)
+        state.check_first_step()
     with pytest.raises(ConfigurationError, match="has a state 'odd' of weight"):
         State(model=model, optimizer={"main": optimizer})
 
