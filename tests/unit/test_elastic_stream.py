@@ -28,6 +28,13 @@ class Letters(IterableDataset):
         return iter(range(self.count) if worker is None else range(worker.id, self.count, worker.num_workers))
 
 
+class Boasting(Letters):
+    """Says that it has more than it yields."""
+
+    def __len__(self) -> int:
+        return 100
+
+
 class Seekable:
     """Yields pairs of epoch and index, from any index on."""
 
@@ -157,6 +164,14 @@ def test_the_end_of_an_epoch_is_part_of_the_state() -> None:
     assert later.is_over
     later.set_epoch(1)
     assert (later.is_over, later.cursor) == (False, 0)
+
+
+def test_the_length_is_the_number_of_steps_taken_when_the_end_was_seen() -> None:
+    stream = ElasticStream(Boasting(5), 2, collate=list)
+    assert len(stream) == 50
+    for _ in stream.deal(iter(stream)):
+        stream.advance()
+    assert len(stream) == 3
 
 
 def test_ranks_join_only_while_there_are_samples_for_them() -> None:

@@ -147,6 +147,24 @@ def test_a_peer_is_asked_once_about_each_operation() -> None:
         assert Frame.REQUEST not in {frame for frame, _, _ in again}
 
 
+def test_messages_that_wait_for_room_leave_by_credit_before_they_are_received(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise each would take a whole turn between the ranks."""
+    monkeypatch.setattr(early, "PEER_BYTES_MAX", 100 * early.ENTRY_COST)
+    monkeypatch.setattr(early, "_HINTS_MAX", 100)
+    rack = Rack(2, floating_bytes_max=8000, eager_bytes=256)
+    for number in range(10):
+        rack.send(0, 1, [1.0 * number] * 25)
+    rack.run()
+    floating = rack.engines[1].reception.floating
+    num_floating = len(floating)
+    assert 2 <= num_floating < 10
+    for number in range(3):
+        received = rack.receive(0, 1, 25)
+        rack.run()
+        assert values_of(received) == [1.0 * number] * 25
+        assert len(floating) >= num_floating - 1
+
+
 def test_nothing_is_asked_while_nobody_is_ahead() -> None:
     """Small operations that are submitted at nearly the same time cost no control frame."""
     rack = Rack(2)
