@@ -15,6 +15,10 @@ PIP    := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check --
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 # Thousands of Python processes are started. Without its bytecode files each of them would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
+# Compiled kernels are kept in the user's folder of caches. Without a home each process would compile them.
+ifneq ($(shell test -w "$$HOME" && echo yes),yes)
+export XDG_CACHE_HOME ?= $(abspath $(VENV))/cache
+endif
 # Torch would start a thread per core in every rank, and they would spin while they wait for each other.
 test check soak: export OMP_NUM_THREADS ?= 1
 

@@ -39,6 +39,23 @@ def test_a_local_job_is_examined_and_its_links_are_stored(tmp_path, warm_python)
     assert set(document["choices"]) == {"allreduce", "broadcast", "reduce", "allgather", "reduce_scatter"}
 
 
+def test_compiled_code_is_shown_and_cleared(tmp_path, monkeypatch, warm_python):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "totalreduce" / "compiled"
+    kernels = folder / "0123.kernels"
+    kernels.mkdir(mode=0o700, parents=True)
+    folder.chmod(0o700)
+    (kernels / "select.nbi").write_bytes(bytes(1_500_000))
+    (folder / "exchange.o").write_bytes(bytes(500_000))
+    assert run("--clear-code").stdout == f"removed: 2 files, 2.0 MB in {folder}\n"
+    assert list(folder.iterdir()) == []
+    assert run("--clear-code").stdout == f"removed: 0 files, 0.0 MB in {folder}\n"
+    folder.chmod(0o777)
+    assert "others may write to the folder" in str(run("--clear-code", exit_code=1).exception)
+    folder.rmdir()
+    assert run("--clear-code").stdout == "removed: none yet; the first job compiles it\n"
+
+
 def test_within_a_job_rank_0_speaks_for_all(fleet, tmp_path):
     out = tmp_path / "out.json"
     source = f"""

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from totalreduce.kernels import ahead
+from totalreduce.kernels import ahead, machine_code
 
 SCRIPT = """
 from totalreduce.codecs.codecs import CODECS
@@ -59,9 +59,10 @@ sys.exit(int(open("code").read()))
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder for Numba's files without any, and a program that counts its calls instead of compiling."""
-    monkeypatch.setattr(ahead, "_folder", lambda: tmp_path / "new")
+    monkeypatch.setattr(ahead, "kernels_folder", lambda: tmp_path / "home" / "new.kernels")
     monkeypatch.setattr(ahead, "_PROGRAM", COUNTING)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine_code, "_has_warned", False)
     (tmp_path / "code").write_text("0")
     return tmp_path
 
@@ -88,6 +89,15 @@ def test_who_could_not_compile_tries_again_and_says_why(folder, caplog) -> None:
     assert (folder / "calls").read_text().split() == ["call_sparse", "call_sparse"]
 
 
+def test_a_full_disk_costs_no_process_that_compiles_in_vain(folder, small_disk, caplog) -> None:
+    (folder / "home").symlink_to(small_disk(4096) / "own")
+    (folder / "home").readlink().mkdir(mode=0o700)
+    ahead._compile_once("call_sparse")
+    assert not (folder / "calls").exists()
+    assert "compiled code cannot be kept in files: No space left on device (ENOSPC)" in caplog.text
+    assert [path.name for path in (folder / "home" / "new.kernels").iterdir()] == []
+
+
 COLD = """
 from totalreduce.kernels import ahead, coding, merging, quantisation, scattering, selection
 
@@ -102,7 +112,7 @@ for module in (coding, merging, quantisation, scattering, selection):
 
 @pytest.mark.slow  # compiles all kernels
 def test_no_rank_compiles_in_its_own_process(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     runs = [subprocess.Popen([sys.executable, "-c", COLD], stderr=subprocess.PIPE, text=True) for _ in range(2)]
     said = [run.communicate(timeout=600)[1] for run in runs]
     assert [run.returncode for run in runs] == [0, 0], said

@@ -4,17 +4,24 @@ The functions of these tests are LLVM's assembly, so that no process imports Num
 test of the fast lane.
 """
 
+import ast
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
-from totalreduce.kernels import machine_code
+import totalreduce
+from totalreduce.kernels import exchange, machine_code, relay
 
 #: The module is loaded by itself: the package ``kernels`` would import torch and Numba into every process.
 PROGRAM = """
 import importlib.util
+import logging
 import sys
 from pathlib import Path
 import totalreduce
@@ -22,10 +29,14 @@ path = Path(totalreduce.__path__[0], "kernels", "machine_code.py")
 spec = importlib.util.spec_from_file_location("machine_code", path)
 machine_code = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(machine_code)
-machine_code.__file__ = sys.argv[1] + "/here.py"
+logging.basicConfig(level=logging.WARNING, format="%(message)s")
 sys.path.insert(0, sys.argv[1])
-loaded = machine_code.load("doubling", 1, [Path(sys.argv[1], "doubling.py")])
-print(loaded.function(21), "doubling" in sys.modules)
+try:
+    loaded = machine_code.load("doubling", 1, [Path(sys.argv[1], "doubling.py")])
+except machine_code.NoCodeError as error:
+    print(f"no code: {error}")
+else:
+    print(loaded.function(21), "doubling" in sys.modules)
 """
 MODULE = """
 def assembly():
@@ -33,17 +44,26 @@ def assembly():
 """
 
 
-def call(folder, home="."):
-    run = subprocess.run(
+def run(folder, **env):
+    made = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(folder)],
         capture_output=True,
         text=True,
-        env={"XDG_CACHE_HOME": str(home), "OMP_NUM_THREADS": "1"},
+        env={"XDG_CACHE_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1", **env},
         check=False,
         timeout=100,
     )
-    assert run.returncode == 0, run.stderr
-    return run.stdout.split()
+    assert made.returncode == 0, made.stderr
+    return made
+
+
+def call(folder, **env):
+    return run(folder, **env).stdout.split()
+
+
+def file_of(folder):
+    (file,) = (folder / "home" / "totalreduce" / "compiled").glob("doubling-*.o")
+    return file
 
 
 @pytest.fixture
@@ -57,47 +77,170 @@ def test_the_second_process_compiles_nothing(folder):
     assert call(folder) == ["42", "False"]
 
 
+def test_code_and_its_folder_are_for_this_user_alone(folder):
+    call(folder)
+    assert [path.stat().st_mode & 0o777 for path in (file_of(folder), file_of(folder).parent)] == [0o600, 0o700]
+
+
 def test_another_source_is_compiled_anew(folder):
     call(folder)
     (folder / "doubling.py").write_text(textwrap.dedent(MODULE).replace("mul i64 2", "mul i64 30"))
     assert call(folder) == ["630", "True"]
 
 
+def test_settings_of_numba_that_change_the_code_have_code_of_their_own(folder):
+    assert call(folder) == ["42", "True"]
+    assert call(folder, NUMBA_OPT="0") == ["42", "True"]
+    assert call(folder, NUMBA_OPT="0") == ["42", "False"]
+    assert call(folder, NUMBA_NUM_THREADS="2") == ["42", "False"]
+
+
 @pytest.mark.parametrize("damage", ["cut", "other", "empty"])
 def test_a_damaged_file_is_made_anew(folder, damage):
     call(folder)
-    (file,) = (folder / "__pycache__").glob("doubling-*.o")
+    file = file_of(folder)
     content = file.read_bytes()
     file.write_bytes({"cut": content[:-9], "other": content[:-1] + bytes([content[-1] ^ 1]), "empty": b""}[damage])
     assert call(folder) == ["42", "True"]
     assert file.read_bytes() == content
 
 
-def test_without_a_folder_beside_the_source_the_users_folder_serves(folder, tmp_path_factory):
-    (folder / "__pycache__").write_text("not a folder")
-    home = tmp_path_factory.mktemp("home")
-    assert call(folder, home) == ["42", "True"]
-    assert call(folder, home) == ["42", "False"]
-    assert list((home / "totalreduce").glob("doubling-*.o"))
+def replace_file(folder, kind):
+    """Put something into the place of the file, or change who can write it; return what must stay as it is."""
+    file, other = file_of(folder), folder / "victim"
+    other.write_bytes(file.read_bytes())
+    if kind == "others may write the file":
+        file.chmod(0o666)
+    elif kind == "others may write the folder":
+        file.parent.chmod(0o770)
+    elif kind == "the file is another user's":
+        os.chown(file, 1234, 1234)
+    elif kind == "the folder is another user's":
+        os.chown(file.parent, 1234, 1234)
+    else:
+        file.unlink()
+        if kind == "a link":
+            file.symlink_to(other)
+        elif kind == "a pipe":
+            os.mkfifo(file)
+        elif kind == "a folder":
+            file.mkdir()
+        elif kind == "a huge file":
+            with file.open("wb") as huge:
+                huge.truncate(1 << 40)
+    return other
 
 
-def test_without_any_folder_every_process_compiles(folder):
-    (folder / "__pycache__").write_text("not a folder")
+KINDS = [
+    *("others may write the file", "others may write the folder", "the file is another user's"),
+    *("the folder is another user's", "a link", "a pipe", "a folder", "a huge file"),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_that_somebody_else_can_have_written_is_not_loaded(folder, kind):
+    if "another user's" in kind and os.geteuid() != 0:
+        pytest.skip("giving files away needs root")
+    call(folder)
+    (folder / "doubling.py").touch()
+    other = replace_file(folder, kind)
+    before = other.read_bytes()
+    made = run(folder)
+    assert made.stdout.split() == ["42", "True"]
+    assert made.stderr.count("\n") == 1
+    assert made.stderr.startswith("compiled code cannot be kept in files: ")
+    assert other.read_bytes() == before
+
+
+def test_the_lock_is_no_way_to_empty_a_file(folder):
+    call(folder)
+    file, victim = file_of(folder), folder / "victim"
+    victim.write_text("dear")
+    file.unlink()
+    lock = file.with_name(f"{file.name}.lock")
+    lock.unlink()
+    lock.symlink_to(victim)
+    assert call(folder) == ["42", "True"]
+    assert victim.read_text() == "dear"
+
+
+def test_a_link_of_this_user_in_the_place_of_the_folder_is_followed(folder):
+    (folder / "home" / "totalreduce").mkdir(parents=True)
+    (folder / "elsewhere").mkdir(mode=0o700)
+    (folder / "home" / "totalreduce" / "compiled").symlink_to(folder / "elsewhere")
+    assert call(folder) == ["42", "True"]
+    assert call(folder) == ["42", "False"]
+    assert list((folder / "elsewhere").glob("doubling-*.o"))
+
+
+def test_without_a_folder_every_process_compiles_and_says_so_once(folder):
     (folder / "home").write_text("not a folder")
     for _ in range(2):
-        assert call(folder, folder / "home") == ["42", "True"]
+        made = run(folder)
+        assert made.stdout.split() == ["42", "True"]
+        assert made.stderr.count("\n") == 1
+        assert "Each process compiles it anew" in made.stderr
 
 
-def test_a_full_disk_beside_the_source_costs_one_compilation_in_all(folder, small_disk, tmp_path_factory):
-    """The code is kept in the next folder, and nothing is left on the full disk."""
-    disk = small_disk(8)
-    (disk / "other").write_bytes(bytes(8 << 10))
-    (folder / "__pycache__").symlink_to(disk)
-    home = tmp_path_factory.mktemp("home")
+def test_a_full_disk_costs_one_compilation_in_a_process_and_nothing_is_left_there(folder, small_disk):
+    disk = small_disk(16)
+    (folder / "home").symlink_to(disk)
+    call(folder)
+    disk.joinpath("other").write_bytes(bytes(4 << 10))
+    file_of(folder).unlink()
     (folder / "doubling.py").write_text(textwrap.dedent(MODULE).replace("return", "print('compiled')\n    return"))
-    assert call(folder, home) == ["compiled", "42", "True"]
-    assert call(folder, home) == ["42", "False"]
-    assert not [path for path in disk.iterdir() if path.suffix not in ("", ".lock")]
+    with contextlib.suppress(OSError), disk.joinpath("rest").open("wb", buffering=0) as rest:
+        while True:
+            rest.write(bytes(4 << 10))
+    assert call(folder) == ["compiled", "42", "True"]
+    assert [path.suffix for path in (disk / "totalreduce" / "compiled").iterdir() if path.name[0] == "."] == []
+
+
+def test_only_the_newest_files_stay(folder):
+    for number in range(20):
+        (folder / "doubling.py").write_text(textwrap.dedent(MODULE) + f"# {number}\n")
+        call(folder)
+    left = list((folder / "home" / "totalreduce" / "compiled").iterdir())
+    assert len([path for path in left if path.suffix == ".o"]) == machine_code._FILES_MAX
+    assert len(left) <= 2 * machine_code._FILES_MAX
+    assert call(folder) == ["42", "False"]
+
+
+@pytest.mark.parametrize("says_who", [True, False])
+def test_a_stopped_process_that_compiles_is_not_waited_for(folder, says_who):
+    call(folder)
+    file = file_of(folder)
+    file.unlink()
+    hold = (
+        "import fcntl, os, sys, time\n"
+        f"lock = open({str(file) + '.lock'!r}, 'r+')\n"
+        "fcntl.flock(lock, fcntl.LOCK_EX)\n"
+        f"lock.truncate(0); lock.write(str(os.getpid()) if {says_who} else ''); lock.flush()\n"
+        "print('ready', flush=True); time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "ready\n"
+        holder.send_signal(signal.SIGSTOP)
+        waiting = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(folder)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={"XDG_CACHE_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"},
+        )
+        if says_who:
+            said = waiting.communicate(timeout=30)[0]
+            assert said.startswith(f"no code: process {holder.pid}, which compiles it, is stopped (lock ")
+        else:
+            with pytest.raises(subprocess.TimeoutExpired):
+                waiting.communicate(timeout=3)
+        holder.kill()
+        assert says_who or waiting.communicate(timeout=30)[0].split() == ["42", "True"]
+
+
+def test_what_cannot_be_compiled_is_an_error_that_says_why(folder):
+    (folder / "doubling.py").write_text("def assembly():\n    raise TypeError('another Numba\\nand more')\n")
+    assert run(folder).stdout == "no code: doubling cannot be compiled: TypeError: another Numba\n"
+    assert run(folder, NUMBA_DISABLE_JIT="1").stdout == "no code: NUMBA_DISABLE_JIT is set\n"
 
 
 def test_processes_that_start_together_compile_once(folder):
@@ -106,7 +249,7 @@ def test_processes_that_start_together_compile_once(folder):
             [sys.executable, "-c", PROGRAM, str(folder)],
             stdout=subprocess.PIPE,
             text=True,
-            env={"OMP_NUM_THREADS": "1"},
+            env={"XDG_CACHE_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"},
         )
         for _ in range(3)
     ]
@@ -118,8 +261,38 @@ def test_a_function_that_refers_to_unknown_symbols_is_refused(folder, monkeypatc
     text = 'return "declare i64 @frobnicate(i64)\\ndefine i64 @double(i64 %0) {\\n  %2 = call i64 @frobnicate(i64 %0)'
     module = f'def assembly():\n    {text}\\n  ret i64 %2\\n}}", "double"\n'
     (folder / "calling.py").write_text(module)
-    monkeypatch.setattr(machine_code, "__file__", str(folder / "here.py"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     monkeypatch.syspath_prepend(folder)
-    with pytest.raises(RuntimeError, match=r"calling refers to symbols .*: frobnicate$"):
+    with pytest.raises(machine_code.NoCodeError, match=r"calling refers to symbols .*: frobnicate$"):
         machine_code.load("calling", 1, [folder / "calling.py"])
-    assert list(folder.glob("__pycache__/calling-*.o")) == []
+    assert list(folder.glob("totalreduce/compiled/calling-*.o")) == []
+
+
+#: Whose text changes no code: they are imported for errors, and for the names of Numba.
+NOT_COMPILED = {"call_names.py", "errors.py", "numba_names.py", "os_errors.py"}
+
+
+def modules_of(path):
+    """Return the files of this package that a file imports, and those that these import; not of ``machine_code``."""
+    package, found, rest = Path(totalreduce.__path__[0]), set(), [path]
+    while rest:
+        path = rest.pop()
+        if path in found or not path.exists():
+            continue
+        found.add(path)
+        if path.name == "machine_code.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("totalreduce."):
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+                rest += [package.joinpath(*name.split(".")[1:]).with_suffix(".py") for name in names]
+    return {path for path in found if path.name not in NOT_COMPILED}
+
+
+@pytest.mark.parametrize("module", [exchange, relay])
+def test_the_name_of_a_file_depends_on_all_that_is_compiled(module, monkeypatch):
+    asked = []
+    monkeypatch.setattr(machine_code, "load", lambda _name, _arguments, sources: asked.extend(sources))
+    module.load.__wrapped__()
+    code = Path(module.__file__).with_name(Path(module.__file__).stem + "_code.py")
+    assert {path.resolve() for path in asked} == modules_of(code)

@@ -21,7 +21,9 @@ from rich.table import Table
 from totalreduce.cli.report import format_bytes
 from totalreduce.foundation import environment
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.os_errors import describe_error
 from totalreduce.foundation.types import OpKind
+from totalreduce.kernels.machine_code import code_folder, code_in_files, remove_code
 from totalreduce.launch.emulate import EmulateOptions
 from totalreduce.launch.local import run_workers
 from totalreduce.schedules.select import LinkModel, Selector
@@ -48,6 +50,9 @@ def doctor(
         typer.Option(metavar="FILE", help="Write the measured numbers for TOTALREDUCE_LINKS."),
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write everything.")] = None,
+    clear_code: Annotated[
+        bool, typer.Option("--clear-code", help="Remove the compiled code of this user, and do nothing else.")
+    ] = False,
     emulate_hosts: Annotated[
         int | None,
         typer.Option(min=1, help="Emulate so many hosts (root, Linux).", rich_help_panel="Emulation"),
@@ -67,6 +72,9 @@ def doctor(
     srun --ntasks 8 totalreduce doctor --store links.json
     torchrun --nnodes 2 --nproc-per-node 4 ... --no-python totalreduce doctor
     """
+    if clear_code:
+        _clear_code()
+        return
     if environment.read_world().world_size > 1:
         if ranks is not None or emulate_hosts is not None:
             raise ConfigurationError("-n and --emulate-hosts start workers, but this is a job of several ranks already")
@@ -80,6 +88,7 @@ def doctor(
     hosts, links = document["survey"]["hosts"], LinkModel(**document["links"])
     document["choices"] = choices_of(hosts, links, shared_memory=document["shared_memory"])
     document["warnings"] = warnings_of(document)
+    document["compiled_code"] = _compiled_code()
     _print(document)
     if store is not None:
         from totalreduce.groups.probe import write_links
@@ -91,6 +100,33 @@ def doctor(
             json_file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigurationError(f"cannot write --json {json_file}: {error.strerror}") from error
+
+
+def _compiled_code() -> str:
+    """Return a sentence about the files of compiled code."""
+    try:
+        found = code_in_files()
+        return f"{len(found)} files, {sum(found.values()) / 1e6:.1f} MB in {code_folder()}"
+    except FileNotFoundError:
+        return "none yet; the first job compiles it"
+    except OSError as error:
+        return f"not kept in files: {describe_error(error)}"
+
+
+def _clear_code() -> None:
+    """Remove the files of compiled code, and say so.
+
+    Raises:
+        ConfigurationError: The folder cannot be used.
+    """
+    before = _compiled_code()
+    try:
+        remove_code()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise ConfigurationError(f"compiled code cannot be removed: {describe_error(error)}") from error
+    print(f"removed: {before}")
 
 
 def _launch(ranks: int | None, transport: str, hosts: int | None, rate: str) -> dict[str, Any]:
@@ -267,6 +303,7 @@ def _print(document: dict[str, Any]) -> None:
     tls = "mutual TLS" if all(mine["tls"] for mine in facts) else "no TLS"
     key = "given by the environment" if all(mine["job_key"] for mine in facts) else "made by rank 0, through the store"
     console.print(f"safety: {tls}; job key {key}")
+    console.print(f"compiled code: {document['compiled_code']}", highlight=False)
     table = _table("chosen by size", *(format_bytes(size) for size in _SIZES))
     for kind, rows in document["choices"].items():
         table.add_row(kind, *(f"{row['schedule']} {_time(row['seconds'])}" for row in rows))

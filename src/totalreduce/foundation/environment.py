@@ -26,6 +26,7 @@ __all__ = [
     "read_settings",
     "read_world",
     "runtime_folders",
+    "settings_of_numba",
     "users_path",
     "words_to_complete",
     "working_folder",
@@ -33,6 +34,7 @@ __all__ = [
 
 _COMPUTE_MODES = ("auto", "thread", "inline")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
+_WITHOUT_EFFECT_ON_CODE = frozenset({"NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS", "NUMBA_THREADING_LAYER"})
 _TLS_NAMES = ("TOTALREDUCE_TLS_CERT", "TOTALREDUCE_TLS_KEY", "TOTALREDUCE_TLS_CA")
 
 
@@ -285,6 +287,12 @@ def cache_folder() -> Path | None:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "totalreduce"
     except RuntimeError:
         return None
+
+
+def settings_of_numba() -> list[str]:
+    """Return the variables of Numba that can change the code that it makes, each as ``NAME=VALUE``."""
+    found = {name: value for name, value in os.environ.items() if name.startswith("NUMBA_")}
+    return sorted(f"{name}={value}" for name, value in found.items() if name not in _WITHOUT_EFFECT_ON_CODE)
 
 
 def runtime_folders() -> list[Path]:

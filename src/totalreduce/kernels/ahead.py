@@ -12,16 +12,16 @@ processes that add code for two types to one function could each take the same f
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import subprocess
 import sys
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 
 from totalreduce.kernels import coding, machine_code, merging, quantisation, scattering, selection
+from totalreduce.kernels.compiled import kernels_folder, open_kernels_folder
+from totalreduce.kernels.numba_names import check_numba
 
 __all__ = ["call_codecs", "call_sparse", "load", "load_codecs"]
 
@@ -37,6 +37,8 @@ getattr(ahead, sys.argv[1])()
 """
 #: How long that process may take. Afterwards this process compiles by itself.
 _COMPILE_S: Final = 600.0
+#: The kernels take less on the disk.
+_ROOM_BYTES: Final = 8 << 20
 
 
 def load() -> None:
@@ -55,34 +57,29 @@ def _compile_once(name: str) -> None:
     """Have a process compile the kernels that a function of this module calls, unless one of this machine has done so.
 
     If that is not possible, Numba compiles them in this process when they are called.
+
+    Raises:
+        UnsupportedError: Numba cannot be used.
     """
-    folder = _folder()
-    if folder is None:
+    check_numba()
+    path = kernels_folder()
+    if path is None:
         return
-    mark = folder / f"{name}-{_digest()}.compiled"
-    if mark.exists():
-        return
-    _log.info("the kernels are being compiled, once on this machine: some ten seconds of processor time")
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        with machine_code.only_one(mark):
-            if not mark.exists() and _compile_apart(name):
-                mark.touch()
-
-
-def _folder() -> Path | None:
-    """Return the folder in which Numba keeps the kernels; ``None`` if there is none, or it compiles nothing."""
-    stats = getattr(selection.accumulate, "stats", None)
-    return None if stats is None or stats.cache_path is None else Path(stats.cache_path)
-
-
-def _digest() -> str:
-    """Return a digest of what the code depends on. Of the sources it has what Numba looks at: time and length."""
-    digest = machine_code.digest_of_machine()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        stamp = source.stat()
-        digest.update(f"{source.name} {stamp.st_mtime} {stamp.st_size} {sys.version_info[:2]}".encode())
-    return digest.hexdigest()
+    mark = f"{name}.compiled"
+    try:
+        with open_kernels_folder(path) as folder:
+            if mark in folder.names():
+                return
+            _log.info("the kernels are being compiled, once on this machine: some ten seconds of processor time")
+            folder.write("room", bytes(_ROOM_BYTES))  # else a full disk would cost two compilations
+            folder.remove("room")
+            with machine_code.only_one(folder, f"{name}.lock"):
+                if mark not in folder.names() and _compile_apart(name):
+                    folder.write(mark, b"")
+    except OSError as error:
+        machine_code.warn_not_kept(error)
+    except machine_code.NoCodeError as error:
+        _log.warning("this process compiles the kernels by itself: %s", error)
 
 
 def _compile_apart(name: str) -> bool:

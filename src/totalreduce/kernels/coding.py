@@ -14,10 +14,10 @@ Values are float32, or bfloat16: the upper half of a float32, rounded to nearest
 from __future__ import annotations
 
 import numpy as np
-from numba import int64, uint8, uint32, uint64
 
 from totalreduce.kernels.arrays import Array
 from totalreduce.kernels.compiled import compiled
+from totalreduce.kernels.numba_names import int64, uint8, uint32, uint64
 from totalreduce.kernels.vectors import load_word, store_word, trailing_zeros
 
 __all__ = [

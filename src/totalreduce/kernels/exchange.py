@@ -185,6 +185,10 @@ def block_words(ranks: int) -> int:
 
 @functools.cache
 def load() -> machine_code.Loaded:
-    """Return the compiled function (see ``Exchange``). The first call on a machine compiles it, which takes seconds."""
+    """Return the compiled function (see ``Exchange``). The first call on a machine compiles it, which takes seconds.
+
+    Raises:
+        NoCodeError: This process cannot have it.
+    """
     sources = machine_code.files("exchange.py", "exchange_code.py", "float_mode.py", "vectors.py")
     return machine_code.load("totalreduce.kernels.exchange_code", NUM_ARGUMENTS, sources)

@@ -10,22 +10,38 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
-import functools
+import errno
 import hashlib
 import importlib
+import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from llvmlite import binding
+from totalreduce.foundation.environment import cache_folder, settings_of_numba
+from totalreduce.foundation.errors import UnsupportedError
+from totalreduce.foundation.os_errors import describe_error
+from totalreduce.foundation.private_files import PrivateFolder
 
-from totalreduce.foundation.environment import cache_folder
-from totalreduce.foundation.files import replacing
+__all__ = [
+    "SYMBOLS",
+    "Loaded",
+    "NoCodeError",
+    "code_folder",
+    "code_in_files",
+    "digest_of_machine",
+    "files",
+    "keep_newest",
+    "load",
+    "only_one",
+    "remove_code",
+    "warn_not_kept",
+]
 
-__all__ = ["SYMBOLS", "Loaded", "digest_of_machine", "files", "load", "only_one"]
+_log = logging.getLogger(__name__)
 
 #: Symbols of this process that the code may refer to: of the C library, and of Python's exceptions.
 _OF_PROCESS: Final = (
@@ -64,8 +80,34 @@ _OF_NUMBA: Final = (
 #: All symbols that the code may refer to and does not define.
 SYMBOLS: Final = (*_OF_PROCESS, *_OF_NUMBA)
 _DIGEST_BYTES: Final = 16
+#: Object files that are kept: those of a few versions, and processors that share a home.
+_FILES_MAX: Final = 16
+#: No function is so long.
+_CODE_BYTES_MAX: Final = 16 << 20
+#: How long a process waits for another one that compiles, in seconds: for one that is stopped, and in all; when it says
+#: so, and how often it looks.
+_STOPPED_S, _WAIT_S, _SAY_S, _LOOK_S = 1.0, 60.0, 2.0, 0.05
+
+#: Whether this process has said that code cannot be kept.
+_has_warned = False
 #: The symbol of the function in its object file.
 _SYMBOL: Final = "totalreduce_function"
+
+
+class NoCodeError(UnsupportedError):
+    """A function has no machine code in this process, for a reason that the text says. Others do without it."""
+
+
+def _binding() -> Any:
+    """Return LLVM's library.
+
+    Raises:
+        NoCodeError: It is not installed, or cannot be loaded.
+    """
+    try:
+        return importlib.import_module("llvmlite.binding")
+    except Exception as error:  # OSError of a library that does not fit
+        raise NoCodeError(f"llvmlite, which loads compiled code, is missing: {describe_error(error)}") from error
 
 
 class Loaded:
@@ -78,6 +120,7 @@ class Loaded:
     def __init__(self, code: bytes, num_arguments: int) -> None:
         """``code``: an object file with one function, which takes and returns integers of 64 bits."""
         _initialize()
+        binding = _binding()
         # The code is in this object's memory: it lives as long as the object.
         self._engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _machine())
         self._engine.add_object_file(binding.ObjectFileRef.from_data(code))
@@ -87,9 +130,10 @@ class Loaded:
 
 
 def files(*names: str) -> list[Path]:
-    """Return the paths of files of this folder, and of those with the arithmetic that all compiled functions share."""
+    """Return the paths of files of this package, and of those with the arithmetic that all compiled functions share."""
     folder = Path(__file__).parent
-    return [folder / name for name in ("atomics.py", "element_types.py", "elements.py", "halves.py", *names)]
+    shared = ("atomics.py", "element_types.py", "elements.py", "halves.py", "machine_code.py", "../foundation/types.py")
+    return [folder / name for name in (*shared, *names)]
 
 
 def load(module: str, num_arguments: int, sources: Sequence[Path]) -> Loaded:
@@ -100,55 +144,106 @@ def load(module: str, num_arguments: int, sources: Sequence[Path]) -> Loaded:
             returns LLVM's assembly and the name of the function therein.
         num_arguments: The number of the function's arguments.
         sources: The files whose text determines the code.
+
+    Raises:
+        NoCodeError: It cannot be compiled here, or the process that compiles it does not come to an end.
     """
-    digest = digest_of_machine()
-    for source in sources:
-        digest.update(source.read_bytes())
-    paths = [folder / f"{module}-{digest.hexdigest()}.o" for folder in _folders()]
-    make = functools.cache(lambda: _compile(module))  # once, even if the file cannot be written in the first folder
-    for path in paths:
-        with contextlib.suppress(OSError):
-            code = _read(path)
-            if code is not None:
-                return Loaded(code, num_arguments)
-    for path in paths:
-        with contextlib.suppress(OSError):
-            return Loaded(_read_or_make(path, make), num_arguments)
-    return Loaded(make(), num_arguments)
+    try:
+        digest = digest_of_machine()
+        for source in sources:
+            digest.update(source.read_bytes())
+        name = f"{module.rpartition('.')[2]}-{digest.hexdigest()}.o"
+        return Loaded(_code_of(name, lambda: _compile(module)), num_arguments)
+    except NoCodeError:
+        raise
+    except Exception as error:  # whatever another version of Numba or LLVM raises
+        raise NoCodeError(f"{module} cannot be compiled: {describe_error(error).splitlines()[0]}") from error
 
 
 def digest_of_machine() -> hashlib.blake2b:
     """Return a digest, to be continued, of all that compiled code depends on besides its sources."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    binding = _binding()
     machine = (binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten())
-    for part in (*machine, metadata.version("numba"), metadata.version("llvmlite")):
+    for part in (*machine, metadata.version("numba"), metadata.version("llvmlite"), *settings_of_numba()):
         digest.update(part.encode() + b"\0")
     return digest
 
 
-def _folders() -> Iterator[Path]:
-    """Return where files may be kept, as Numba does: beside the source, or in the user's folder of caches."""
-    yield Path(__file__).parent / "__pycache__"
+def code_folder() -> Path:
+    """Return the folder of compiled code, among the files of this user that can be made again.
+
+    Raises:
+        OSError: The user has no home.
+    """
     folder = cache_folder()
-    if folder is not None:
-        yield folder
+    if folder is None:
+        raise OSError(errno.ENOENT, "this user has no home, and XDG_CACHE_HOME is not set")
+    return folder / "compiled"
 
 
-def _read_or_make(path: Path, make: Callable[[], bytes]) -> bytes:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with only_one(path):
-        code = _read(path)
-        if code is None:
-            code = make()
-            with replacing(path) as file:
-                file.write(_digest(code) + code)
-    return code
+def code_in_files() -> dict[str, int]:
+    """Return the bytes of each file and folder of compiled code.
+
+    Raises:
+        OSError: There is no folder that can be used.
+    """
+    with PrivateFolder(code_folder()) as folder:
+        return {name: folder.size(name) for name in folder.names()}
 
 
-def _read(path: Path) -> bytes | None:
+def remove_code() -> None:
+    """Remove all files of compiled code. Jobs that run go on; the next ones compile it again.
+
+    Raises:
+        OSError: The folder cannot be used.
+    """
+    with PrivateFolder(code_folder()) as folder:
+        for name in folder.names():
+            folder.remove(name)
+
+
+def keep_newest(folder: PrivateFolder, suffix: str, count: int) -> None:
+    """Remove old files, or folders, whose names end with ``suffix``, if there are more than ``count``."""
+    for name in [name for name in folder.names() if name.endswith(suffix)][count:]:
+        with contextlib.suppress(OSError):  # of a folder into which another process writes
+            folder.remove(name)
+
+
+def warn_not_kept(error: Exception) -> None:
+    """Say once that code cannot be kept in files."""
+    global _has_warned  # noqa: PLW0603  (of the process, as its log)
+    if not _has_warned:
+        _has_warned = True
+        _log.warning(
+            "compiled code cannot be kept in files: %s. Each process compiles it anew, which takes seconds",
+            describe_error(error),
+        )
+
+
+def _code_of(name: str, make: Callable[[], bytes]) -> bytes:
+    """Return the code in a file, which is made first if there is none."""
+    code = None
+    try:
+        with PrivateFolder(code_folder(), makes=True) as folder:
+            code = _read(folder, name)
+            if code is None:
+                with only_one(folder, f"{name}.lock"):
+                    code = _read(folder, name)
+                    if code is None:
+                        code = make()
+                        folder.write(name, _digest(code) + code)
+                        keep_newest(folder, ".o", _FILES_MAX)
+                        keep_newest(folder, ".lock", _FILES_MAX)
+    except OSError as error:
+        warn_not_kept(error)
+    return make() if code is None else code
+
+
+def _read(folder: PrivateFolder, name: str) -> bytes | None:
     """Return the code in a file, or ``None`` if there is no file or it is damaged."""
     try:
-        content = path.read_bytes()
+        content = folder.read(name, _CODE_BYTES_MAX)
     except FileNotFoundError:
         return None
     digest, code = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
@@ -160,16 +255,41 @@ def _digest(code: bytes) -> bytes:
 
 
 @contextlib.contextmanager
-def only_one(path: Path) -> Iterator[None]:
-    """Wait until no other process compiles for this file. On a file system without locks several do.
+def only_one(folder: PrivateFolder, lock: str) -> Iterator[None]:
+    """Wait until no other process compiles under this lock. On a file system without locks several do.
 
     Raises:
-        OSError: The file of the lock, beside this one, cannot be written.
+        NoCodeError: The other process is stopped, or takes too long.
+        OSError: The file of the lock cannot be used.
     """
-    with path.with_suffix(".lock").open("wb") as file:
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    begin = stopped_since = time.monotonic()
+    has_said = False
+    while True:
+        with folder.locked(lock) as holder:
+            if holder == 0:
+                yield
+                return
+        now = time.monotonic()
+        if holder is None or not _is_stopped(holder):
+            stopped_since = now
+        who = "another process" if holder is None else f"process {holder}"
+        if now - stopped_since > _STOPPED_S:
+            raise NoCodeError(f"{who}, which compiles it, is stopped (lock {folder.path / lock})")
+        if now - begin > _WAIT_S:
+            raise NoCodeError(f"{who} compiles it, and was not ready after {_WAIT_S:g} s (lock {folder.path / lock})")
+        if now - begin > _SAY_S and not has_said:
+            has_said = True
+            _log.info("waiting for %s, which compiles code once for this machine", who)
+        time.sleep(_LOOK_S)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process of this machine is stopped. Unknown ones are not: it may be one of another container."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return False
+    return status.rpartition(b") ")[2][:1] in (b"T", b"t")
 
 
 def _compile(module: str) -> bytes:
@@ -178,8 +298,12 @@ def _compile(module: str) -> bytes:
     Raises:
         RuntimeError: The function refers to symbols that ``SYMBOLS`` does not have. A process that calls it could end.
     """
+    if "NUMBA_DISABLE_JIT=1" in settings_of_numba():
+        raise NoCodeError("NUMBA_DISABLE_JIT is set")
+    _log.info("compiling %s, once on this machine: a few seconds", module)
     assembly, name = importlib.import_module(module).assembly()
     _initialize()
+    binding = _binding()
     named = binding.parse_assembly(assembly.replace(f'@"{name}"', f"@{_SYMBOL}").replace(f"@{name}(", f"@{_SYMBOL}("))
     needed = {symbol.name for symbol in (*named.functions, *named.global_variables) if symbol.is_declaration}
     unknown = sorted(name for name in needed if not name.startswith("llvm.") and name not in SYMBOLS)
@@ -189,8 +313,9 @@ def _compile(module: str) -> bytes:
     return code
 
 
-def _machine() -> binding.TargetMachine:
+def _machine() -> Any:
     """Return LLVM's description of this machine, with the options that Numba uses."""
+    binding = _binding()
     target = binding.Target.from_triple(binding.get_process_triple())
     return target.create_target_machine(
         cpu=binding.get_host_cpu_name(),
@@ -203,6 +328,7 @@ def _machine() -> binding.TargetMachine:
 
 
 def _initialize() -> None:
+    binding = _binding()
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     process = ctypes.CDLL(None)

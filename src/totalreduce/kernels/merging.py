@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import int32, int64, uint64
 
 from totalreduce.kernels.arrays import Array
 from totalreduce.kernels.compiled import compiled
+from totalreduce.kernels.numba_names import int32, int64, uint64
 from totalreduce.kernels.vectors import trailing_zeros
 
 __all__ = ["add_up", "found_in", "sum_sparse"]

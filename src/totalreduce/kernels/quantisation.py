@@ -15,10 +15,10 @@ undefined.
 from __future__ import annotations
 
 import numpy as np
-from numba import float32, int8, int32, int64, uint8, uint32, uint64
 
 from totalreduce.kernels.arrays import Array
 from totalreduce.kernels.compiled import compiled
+from totalreduce.kernels.numba_names import float32, int8, int32, int64, uint8, uint32, uint64
 from totalreduce.kernels.vectors import LANES, load_word, sign_lanes, store_word
 
 __all__ = [

@@ -212,6 +212,10 @@ def lanes_of(
 
 @functools.cache
 def load() -> machine_code.Loaded:
-    """Return the compiled function (see ``Pump``). The first call on a machine compiles it, which takes seconds."""
-    sources = machine_code.files("relay.py", "relay_code.py")
+    """Return the compiled function (see ``Pump``). The first call on a machine compiles it, which takes seconds.
+
+    Raises:
+        NoCodeError: This process cannot have it.
+    """
+    sources = machine_code.files("relay.py", "relay_code.py", "arrays.py", "../foundation/header.py")
     return machine_code.load("totalreduce.kernels.relay_code", NUM_ARGUMENTS, sources)

@@ -7,10 +7,10 @@ once, and NumPy's own indexing has not.
 from __future__ import annotations
 
 import numpy as np
-from numba import int64
 
 from totalreduce.kernels.arrays import Array
 from totalreduce.kernels.compiled import compiled
+from totalreduce.kernels.numba_names import int64
 from totalreduce.kernels.vectors import LANES, fence, stream_lanes
 
 __all__ = ["gather", "keep_rest", "overwrite", "scatter", "scatter_add"]

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numba import int32, int64, uint64
 
 from totalreduce.kernels.arrays import Array
 from totalreduce.kernels.compiled import compiled
+from totalreduce.kernels.numba_names import int32, int64, uint64
 from totalreduce.kernels.vectors import LANES, accumulate_lanes, select_lanes, trailing_zeros
 
 __all__ = [

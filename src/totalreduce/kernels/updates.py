@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 
-from numba import int64
-
 from totalreduce.kernels.arrays import Array
 from totalreduce.kernels.compiled import compiled
+from totalreduce.kernels.numba_names import int64
 from totalreduce.kernels.vectors import prefetch
 
 __all__ = ["adagrad", "adam", "add", "first_wrong", "ftrl", "locate", "momentum", "read"]

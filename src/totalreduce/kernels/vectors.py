@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
+from totalreduce.kernels.numba_names import intrinsic, ir, types
 
 __all__ = [
     "LANES",

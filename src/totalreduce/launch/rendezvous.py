@@ -69,12 +69,14 @@ class Member:
         address: Address for TCP; "" if the rank does not listen.
         port: Port for TCP.
         shared_memory: Address of the Unix socket; ``None`` if the rank cannot share memory.
+        lacks_code: Why the rank has not the compiled function of the fast lane; "" if it has, or needs none.
     """
 
     host: str
     address: str = ""
     port: int = 0
     shared_memory: str | None = None
+    lacks_code: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,7 +448,11 @@ def compare_settings(settings: Sequence[Mapping[str, Any]]) -> None:
 def _member(entry: Mapping[str, Any]) -> Member:
     shared = entry["shared_memory"]
     return Member(
-        str(entry["host"]), str(entry["address"]), int(entry["port"]), None if shared is None else str(shared)
+        str(entry["host"]),
+        str(entry["address"]),
+        int(entry["port"]),
+        None if shared is None else str(shared),
+        str(entry["lacks_code"]),
     )
 
 

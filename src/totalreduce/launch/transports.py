@@ -23,6 +23,7 @@ from totalreduce.foundation.os_errors import describe_error, is_out_of_descripto
 from totalreduce.foundation.version import VERSION
 from totalreduce.foundation.world import World
 from totalreduce.kernels import exchange, relay
+from totalreduce.kernels.machine_code import NoCodeError
 from totalreduce.launch.address import choose_address, host_identity
 from totalreduce.launch.rendezvous import Meeting, Member, StoreRank, compare_settings, current_world, open_store
 from totalreduce.native.collectives import NativeCollectives
@@ -199,7 +200,7 @@ def _over_sockets(request: JoinRequest) -> Transport:
             address, tcp_listener = _listen(world, request)
             listeners.enter_context(tcp_listener)
             port = tcp_listener.getsockname()[1]
-        shm_address, shm_listener = None, None
+        shm_address, shm_listener, lacks_code = None, None, ""
         if request.transport != "tcp":
             shm_address, shm_listener = _share_memory(world)
         if shm_listener is not None:
@@ -207,25 +208,31 @@ def _over_sockets(request: JoinRequest) -> Transport:
             if request.board_bytes and world.local_world_size > 1:
                 # The first time on a machine this compiles the function of the fast lane. After the ranks have met,
                 # peers on other hosts would wait for an answer for ``connect_timeout_s`` only.
-                exchange.load()
-        if tcp_listener is not None and request.tcp.has_relay and world.local_world_size < world.world_size:
-            relay.load()  # for the same reason
+                lacks_code = _why_not(exchange.load)
+        tcp_config = request.tcp
+        if tcp_listener is not None and tcp_config.has_relay and world.local_world_size < world.world_size:
+            reason = _why_not(relay.load)  # for the same reason
+            if reason:
+                _log.warning("Python moves large messages between hosts, which takes more processor time: %s", reason)
+                tcp_config = replace(tcp_config, relay=False)
         epoch = 0 if request.store is None else request.store.epoch
         identity = JobIdentity(meeting.job_key(), meeting.job_id, epoch)
-        members = meeting.gather(Member(host_identity(), address, port, shm_address), request.wire)
+        mine = Member(host_identity(), address, port, shm_address, lacks_code)
+        members = meeting.gather(mine, request.wire)
+        board_bytes = 0 if _lack_code(members, world.rank) else request.board_bytes
         neighbours = _neighbours(world.rank, members)
         if request.transport == "shm":
             _check_one_host(members)
         local = remote = None
         if shm_listener is not None and (request.transport == "shm" or sum(n is not None for n in neighbours) > 1):
             local = shm.ShmTransport(
-                *(world.rank, neighbours, shm_listener, identity, request.tcp),
-                board_bytes=request.board_bytes,
+                *(world.rank, neighbours, shm_listener, identity, tcp_config),
+                board_bytes=board_bytes,
                 process_reads=request.settings.process_reads is True,
             )
         if tcp_listener is not None and (local is None or None in neighbours):
             addresses = [(member.address, member.port) for member in members]
-            remote = tcp.TcpTransport(world.rank, addresses, tcp_listener, identity, request.tcp, request.tls)
+            remote = tcp.TcpTransport(world.rank, addresses, tcp_listener, identity, tcp_config, request.tls)
         transport = RoutedTransport(local, remote) if local is not None and remote is not None else local or remote
         assert transport is not None, "every world needs shared memory or TCP"
         listeners.pop_all()
@@ -234,6 +241,28 @@ def _over_sockets(request: JoinRequest) -> Transport:
                 listener.close()
     transport.set_hosts(host_numbers(members))
     return transport
+
+
+def _why_not(load: Callable[[], object]) -> str:
+    """Load a compiled function; return why that is not possible, or ""."""
+    try:
+        load()
+    except NoCodeError as error:
+        return str(error)
+    return ""
+
+
+def _lack_code(members: Sequence[Member], rank: int) -> bool:
+    """Whether some rank has not the function of the fast lane, so that none uses it. Rank 0 says so."""
+    lacking = {number: member.lacks_code for number, member in enumerate(members) if member.lacks_code}
+    if lacking and rank == 0:
+        first = next(iter(lacking))
+        _log.warning(
+            "ranks of one host exchange tensors by messages, which is slower, because rank %d (one of %d) has no "
+            "compiled code: %s",
+            *(first, len(lacking), lacking[first]),
+        )
+    return bool(lacking)
 
 
 def _check_descriptors(world: World) -> None:
