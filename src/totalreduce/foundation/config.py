@@ -11,12 +11,18 @@ from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import OpKind
 
-__all__ = ["EngineConfig", "TcpConfig", "Tls"]
+__all__ = ["OWN_SETTINGS", "EngineConfig", "TcpConfig", "Tls"]
+
+#: The settings of ``EngineConfig`` that only concern what a rank does by itself: ranks may differ in them.
+OWN_SETTINGS = frozenset({"scheduling", "starvation_limit", "scratch_segments", "stall_warning_s", "timeout_s"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """How operations are cut, ordered and watched. The first seven settings must be equal on all ranks."""
+    """How operations are cut, ordered and watched.
+
+    All settings must be equal on all ranks, which is compared when a group forms, but for those in ``OWN_SETTINGS``.
+    """
 
     segment_bytes: int = 512 * 1024
     """The largest body of one message, which no other message interrupts. Measured: 256 KiB costs 20 % on one host,
@@ -78,10 +84,11 @@ class EngineConfig:
         return self.fast_lane is not False
 
     def wire_settings(self) -> dict[str, int | str]:
-        """Return the settings that must be equal on all ranks, for the comparison at the rendezvous."""
-        shared = ("segment_bytes", "segment_bytes_min", "lanes_min", "half_accumulation", "eager_bytes")
-        values = asdict(self)
-        wire = {name: values[name] for name in (*shared, "floating_bytes_max")}
+        """Return the settings that must be equal on all ranks, for the comparison at the rendezvous.
+
+        They are all but ``OWN_SETTINGS``, so that a new one is compared unless somebody has thought about it.
+        """
+        wire = {name: value for name, value in asdict(self).items() if name not in OWN_SETTINGS}
         wire["fast_lane"] = "on" if self.has_fast_lane else "off"
         return wire | {"schedules": ", ".join(f"{k.name}={v}" for k, v in sorted(self.schedules.items()))}
 

@@ -1,6 +1,6 @@
 """``KeptCode``: the compiled code of a kernel, in files that this user alone can have written.
 
-It is what Numba's own ``enable_caching`` makes, with another place, and with a look at each file before it is unpickled.
+It is what Numba's own ``enable_caching`` makes, in another place, and with a look at each file before it is unpickled.
 """
 
 from __future__ import annotations

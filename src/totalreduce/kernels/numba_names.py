@@ -83,6 +83,6 @@ def check_numba() -> None:
     """
     if WHY_NOT:
         raise UnsupportedError(
-            "sparse methods, codecs and the parameter server need Numba, which compiles their kernels, and it cannot be "
-            f"used here: {WHY_NOT}. Dense gradients need none"
+            "sparse methods, codecs and the parameter server need Numba, which compiles their kernels, and it cannot "
+            f"be used here: {WHY_NOT}. Dense gradients need none"
         )

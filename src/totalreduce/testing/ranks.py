@@ -37,19 +37,22 @@ def make_groups(
     world_size: int,
     *,
     transport: RankTransport | TransportFactory = "inproc",
-    engine: EngineConfig | None = None,
+    engine: EngineConfig | Sequence[EngineConfig] | None = None,
     tcp: TcpConfig | None = None,
     compute: ComputeMode = "auto",
     hosts: Sequence[int] | None = None,
 ) -> list[Group]:
     """Return one connected group per rank, in this process. The caller closes them.
 
-    ``hosts``: number of the host that each rank is assumed to run on; by default each has its own.
+    ``engine``: one for all ranks, or one for each. ``hosts``: number of the host that each rank is assumed to run on;
+    by default each has its own.
     """
-    config = engine or EngineConfig(timeout_s=30.0)
+    engine = engine or EngineConfig(timeout_s=30.0)
+    configs = [engine] * world_size if isinstance(engine, EngineConfig) else engine
+    links = _transports(world_size, transport, tcp or TcpConfig(), configs[0])
     return [
         Group(Runner(Engine(rank, world_size, config, observers=[], hosts=hosts), link, compute=compute), "test")
-        for rank, link in enumerate(_transports(world_size, transport, tcp or TcpConfig(), config))
+        for rank, (config, link) in enumerate(zip(configs, links, strict=True))
     ]
 
 
@@ -58,7 +61,7 @@ def run_ranks(
     function: Callable[[Group], Result],
     *,
     transport: RankTransport | TransportFactory = "inproc",
-    engine: EngineConfig | None = None,
+    engine: EngineConfig | Sequence[EngineConfig] | None = None,
     tcp: TcpConfig | None = None,
     compute: ComputeMode = "auto",
     hosts: Sequence[int] | None = None,
