@@ -38,6 +38,7 @@ from totalreduce.pytorch.ddp_memory import Memory
 from totalreduce.pytorch.ddp_steps import StepWatch
 from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback, Residuals, describe_exemption, states_for
 from totalreduce.pytorch.hooks import in_backward
+from totalreduce.pytorch.sync_argument import settings_of
 from totalreduce.sparse.auto import Auto
 from totalreduce.sparse.dense import Dense
 from totalreduce.sparse.rounds import with_arrays, with_tensors
@@ -131,7 +132,7 @@ class HookKeeper(Protocol):
 
 
 def ddp_hook(
-    method: Method,
+    method: Method | type[Method] | str,
     *,
     feedback: ErrorFeedback | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -144,7 +145,8 @@ def ddp_hook(
     place of a rank that was lost.
 
     Args:
-        method: ``tr.OkTopk(density=0.01)`` or another method of ``totalreduce.sparse``.
+        method: ``tr.OkTopk(density=0.01)`` or another method of ``totalreduce.sparse``; or its class or name, for the
+            defaults.
         feedback: Settings of the residuals. DDP's ``bucket_cap_mb`` takes the place of ``bucket_elements``.
         process_group: DDP's; ``None``: the default one. A group of the same ranks is made for the exchanges.
         grad_scaler: The ``GradScaler`` that scales the loss, so that residuals are unscaled.
@@ -154,7 +156,7 @@ def ddp_hook(
         PlanMismatchError: The ranks' settings differ; on every rank.
         RendezvousError: torch could not make a group.
     """
-    state = SparseHookState(method, feedback or ErrorFeedback(), process_group, grad_scaler)
+    state = SparseHookState(settings_of(method, "method"), feedback or ErrorFeedback(), process_group, grad_scaler)
     state.connect()
     return state, sparse_hook
 

@@ -58,6 +58,7 @@ from totalreduce.pytorch.round import GradientReducer, Phase, Round, RoundGuard
 from totalreduce.pytorch.sizes import BUCKET_BYTES, NATIVE_BUCKET_BYTES
 from totalreduce.pytorch.sparse_gradients import SparseReducer, SparseResults
 from totalreduce.pytorch.stepping import DeferringSteps, OwnSteps
+from totalreduce.pytorch.sync_argument import settings_of
 from totalreduce.pytorch.wrapper import OptimizerWrapper
 from totalreduce.runner.meter import Figure
 from totalreduce.sparse.session import Method, Report
@@ -153,6 +154,10 @@ def _unchanged(gradients: list[tuple[torch.Tensor, torch.Tensor, int]]) -> bool:
     return all(each.grad is grad and version_of(grad) == version for each, grad, version in gradients)
 
 
+class _NoStrategyError(ConfigurationError, AttributeError):
+    """What belongs to a strategy is asked of an optimizer without one. ``hasattr`` is false."""
+
+
 class DistributedOptimizer(OptimizerWrapper):
     """Wraps a torch optimizer so that ``step()`` uses the gradients of all ranks.
 
@@ -207,7 +212,8 @@ class DistributedOptimizer(OptimizerWrapper):
             are reduced as dense ones. ``tr.OkTopk(density=0.01)``, another one of ``totalreduce.sparse``, or
             ``tr.Auto()``, which measures for each bucket whether compression is faster than dense reduction. ``None``:
             nothing is compressed. See docs/sparse.md. Or a strategy, by which most steps exchange no gradients:
-            ``tr.LocalSGD(period=16)``, ``tr.DiLoCo(period=100)``, or another one of docs/strategies.md.
+            ``tr.LocalSGD(period=16)``, ``tr.DiLoCo(period=100)``, or another one of docs/strategies.md. A class or a
+            name (``"oktopk"``) has the defaults.
         feedback: Settings of the residuals, in which a sparse method keeps the elements that it did not send.
         grad_scaler: The ``GradScaler`` in use, if any. Gradients are divided by its loss scale before they are added to
             the residuals.
@@ -254,7 +260,7 @@ class DistributedOptimizer(OptimizerWrapper):
         backward_passes_per_step: int = 1,
         sparse: Literal["dense", "gather"] = "dense",
         join_divisor: Literal["world", "active"] = "world",
-        sync: Method | Strategy | None = None,
+        sync: Method | Strategy | type[Method | Strategy] | str | None = None,
         feedback: ErrorFeedback | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         initial: Initial | None = "broadcast",
@@ -276,8 +282,9 @@ class DistributedOptimizer(OptimizerWrapper):
         self._source = ParameterSource(optimizer, model, None if named_parameters is None else tuple(named_parameters))
         self._source.refuse_wrapped()
         feedback = feedback or ErrorFeedback()
-        strategy = sync if isinstance(sync, Strategy) else None
-        method = None if isinstance(sync, Strategy) else sync
+        settings = settings_of(sync)
+        strategy = settings if isinstance(settings, Strategy) else None
+        method = None if isinstance(settings, Strategy) else settings
         if method is not None:
             refuse_unfit(optimizer, feedback)
         if bucket_bytes is None:
@@ -797,10 +804,10 @@ class DistributedOptimizer(OptimizerWrapper):
         leave no choice; of ``tr.AsyncGossip`` a ``GossipSteps``; of ``tr.ParameterServer`` a ``ServerSteps``.
 
         Raises:
-            ConfigurationError: ``sync`` is no strategy.
+            ConfigurationError: ``sync`` is no strategy. It is an ``AttributeError``, too, for ``hasattr``.
         """
         if self._local is None:
-            raise ConfigurationError("this DistributedOptimizer has no strategy: sync=tr.LocalSGD(...), for example")
+            raise _NoStrategyError("this DistributedOptimizer has no strategy: sync=tr.LocalSGD(...), for example")
         return self._local
 
     def _reduced(self, closure: Callable[[], Any]) -> Callable[[], Any]:
