@@ -18,14 +18,15 @@ host=$1; shift
 if [ -e "{folder}/down-$host" ]; then echo "ssh: connect to host $host: No route to host" >&2; exit 255; fi
 unset TOTALREDUCE_JOB_ID
 cd /
-HOME=/home/of-$host exec setsid --wait sh -c "$*"
+HOME=/home/of-$host XDG_CACHE_HOME={cache} exec setsid --wait sh -c "$*"
 """
 
 
 def fake_shell(folder: Path) -> tuple[str, ...]:
     """Return the command of a remote shell that needs no sshd."""
     path = folder / "shell"
-    path.write_text(FAKE.format(folder=folder))
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"  # else each host would compile kernels
+    path.write_text(FAKE.format(folder=folder, cache=cache))
     path.chmod(0o755)
     return (str(path),)
 

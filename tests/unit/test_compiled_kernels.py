@@ -2,18 +2,21 @@
 
 import logging
 
-import numba
 import pytest
-from numba.core.caching import FunctionCache
 
-from totalreduce.kernels import compiled as module
+from totalreduce.kernels import machine_code
 from totalreduce.kernels.compiled import compiled
+from totalreduce.kernels.machine_code import kernels_folder
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch):
-    """No process of the tests has warned yet."""
-    monkeypatch.setattr(module._KeptCode, "has_warned", False)
+def folder(monkeypatch, tmp_path):
+    """A folder of caches of its own; and no process of the tests has warned yet."""
+    monkeypatch.setattr(machine_code, "_has_warned", False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    kernels_folder.cache_clear()
+    yield tmp_path / "cache"
+    kernels_folder.cache_clear()
 
 
 def doubled(number):
@@ -28,36 +31,60 @@ def warnings(caplog):
     return [record.message for record in caplog.records if record.levelno == logging.WARNING]
 
 
-def test_code_is_kept_and_found_again(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+def test_code_is_kept_and_found_again(folder, caplog):
     assert compiled()(doubled)(21) == 42
     again = compiled()(doubled)
     assert (again(21), dict(again.stats.cache_hits) != {}, warnings(caplog)) == (42, True, [])
+    made = [*folder.glob("totalreduce/compiled/*.kernels/*.nb?")]
+    assert len(made) == 2
+    assert {path.stat().st_mode & 0o777 for path in made} == {0o600}
+    assert {path.parent.stat().st_mode & 0o777 for path in made} == {0o700}
 
 
-def test_a_full_disk_is_one_warning(small_disk, monkeypatch, caplog):
-    folder = small_disk(8)
-    (folder / "other").write_bytes(bytes(4096))
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(folder))
+def test_a_full_disk_is_one_warning(small_disk, folder, caplog):
+    disk = small_disk(12)
+    folder.symlink_to(disk)
+    (disk / "other").write_bytes(bytes(4096))
     assert [compiled()(function)(2) for function in (doubled, tripled)] == [4, 6]
-    reason = "No space left on device (ENOSPC)"
-    assert warnings(caplog) == [f"compiled kernels cannot be kept in files: {reason}. This process compiles them anew"]
+    [warning] = warnings(caplog)
+    assert "compiled code cannot be kept in files: No space left on device (ENOSPC)" in warning
+    assert [path.name for path in disk.rglob(".*")] == []
 
 
-def test_without_any_folder_functions_are_compiled_nevertheless(monkeypatch, caplog):
-    def refuse(*_):
-        raise RuntimeError("cannot cache function: no locator available for file")
-
-    monkeypatch.setattr(FunctionCache, "__init__", refuse)
-    made = compiled()(doubled)
-    assert (made(21), made.stats.cache_path, len(warnings(caplog))) == (42, None, 1)
+def test_without_any_folder_functions_are_compiled_nevertheless(folder, caplog):
+    folder.write_text("no folder")
+    assert (compiled()(doubled)(21), len(warnings(caplog))) == (42, 1)
 
 
-def test_a_damaged_file_is_compiled_anew(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+@pytest.mark.parametrize("kind", ["*.nbi", "*.nbc", "folder"])
+def test_what_others_can_have_written_is_not_unpickled(folder, kind, monkeypatch, caplog):
+    assert compiled()(doubled)(21) == 42
+    for path in folder.glob(f"totalreduce/compiled/*.kernels{'' if kind == 'folder' else '/' + kind}"):
+        path.chmod(0o777 if kind == "folder" else 0o666)
+    again = compiled()(doubled)
+    assert (again(21), dict(again.stats.cache_hits)) == (42, {})
+    [warning] = warnings(caplog)
+    assert "others may write to the " in warning
+
+
+def test_a_damaged_file_is_compiled_anew(folder, caplog):
     assert compiled()(tripled)(2) == 6
-    for path in tmp_path.rglob("*.nbi"):
+    for path in folder.rglob("*.nbi"):
         path.write_bytes(path.read_bytes()[:-20])
     assert compiled()(tripled)(2) == 6
     again = compiled()(tripled)
     assert (again(2), dict(again.stats.cache_hits) != {}, warnings(caplog)) == (6, True, [])
+
+
+def test_folders_of_old_versions_go(folder):
+    compiled()(doubled)(21)
+    [own] = folder.glob("totalreduce/compiled/*.kernels")
+    for number in range(20):
+        (own.parent / f"{number}.kernels").mkdir(mode=0o700)
+        (own.parent / f"{number}.kernels" / "file.nbi").write_bytes(b"old")
+    for path in own.iterdir():
+        path.unlink()
+    own.rmdir()
+    compiled()(doubled)(21)
+    assert len([*own.parent.glob("*.kernels")]) == machine_code._FOLDERS_MAX
+    assert own.exists()

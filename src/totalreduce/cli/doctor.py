@@ -23,7 +23,6 @@ from totalreduce.foundation import environment
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.os_errors import describe_error
 from totalreduce.foundation.types import OpKind
-from totalreduce.kernels.machine_code import code_folder, code_in_files, remove_code
 from totalreduce.launch.emulate import EmulateOptions
 from totalreduce.launch.local import run_workers
 from totalreduce.schedules.select import LinkModel, Selector
@@ -104,6 +103,8 @@ def doctor(
 
 def _compiled_code() -> str:
     """Return a sentence about the files of compiled code."""
+    from totalreduce.kernels.machine_code import code_folder, code_in_files  # whose package imports torch
+
     try:
         found = code_in_files()
         return f"{len(found)} files, {sum(found.values()) / 1e6:.1f} MB in {code_folder()}"
@@ -119,6 +120,8 @@ def _clear_code() -> None:
     Raises:
         ConfigurationError: The folder cannot be used.
     """
+    from totalreduce.kernels.machine_code import remove_code
+
     before = _compiled_code()
     try:
         remove_code()

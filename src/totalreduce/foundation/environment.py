@@ -283,10 +283,14 @@ def _is_same_file(one: str, other: str) -> bool:
 
 def cache_folder() -> Path | None:
     """Return the folder in which this user keeps files that can be made again; ``None`` if there is no home."""
+    given = os.environ.get("XDG_CACHE_HOME")
+    if given:
+        return Path(given) / "totalreduce"
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "totalreduce"
+        home = Path.home()
     except RuntimeError:
         return None
+    return home / ".cache" / "totalreduce" if home.is_dir() else None
 
 
 def settings_of_numba() -> list[str]:

@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 
 from totalreduce.kernels import coding, machine_code, merging, quantisation, scattering, selection
-from totalreduce.kernels.compiled import kernels_folder, open_kernels_folder
+from totalreduce.kernels.machine_code import kernels_folder, open_kernels_folder
 from totalreduce.kernels.numba_names import check_numba
 
 __all__ = ["call_codecs", "call_sparse", "load", "load_codecs"]

@@ -7,50 +7,13 @@ have a folder there for each version of the sources, of Numba and of the process
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from totalreduce.foundation.private_files import PrivateFolder
-from totalreduce.kernels import machine_code
+from totalreduce.kernels.machine_code import kernels_folder
 from totalreduce.kernels.numba_names import WHY_NOT, check_numba, njit
 
-__all__ = ["compiled", "kernels_folder", "open_kernels_folder"]
-
-#: Folders of kernels that are kept.
-_FOLDERS_MAX: Final = 8
-_SUFFIX: Final = ".kernels"
-
-
-@functools.cache
-def kernels_folder() -> Path | None:
-    """Return the folder of the kernels of these sources on this machine, which nobody may have made yet.
-
-    ``None``: there can be none, which is said.
-    """
-    digest = machine_code.digest_of_machine()
-    # Of the sources this has what Numba looks at: time and length.
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        stamp = source.stat()
-        digest.update(f"{source} {stamp.st_mtime} {stamp.st_size} {sys.version_info[:2]}".encode())
-    try:
-        return machine_code.code_folder() / f"{digest.hexdigest()}{_SUFFIX}"
-    except OSError as error:
-        machine_code.warn_not_kept(error)
-        return None
-
-
-def open_kernels_folder(path: Path) -> PrivateFolder:
-    """Return the folder of the kernels, which is made if there is none; then old ones of other versions go.
-
-    Raises:
-        OSError: It cannot be made, or somebody else may write to it.
-    """
-    if not path.exists():
-        with PrivateFolder(path.parent, makes=True) as folder:
-            machine_code.keep_newest(folder, _SUFFIX, _FOLDERS_MAX - 1)
-    return PrivateFolder(path, makes=True)
+__all__ = ["compiled"]
 
 
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:

@@ -15,7 +15,7 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache, IndexDataC
 
 from totalreduce.foundation.private_files import PrivateFolder
 from totalreduce.kernels import machine_code
-from totalreduce.kernels.compiled import kernels_folder, open_kernels_folder
+from totalreduce.kernels.machine_code import kernels_folder, open_kernels_folder
 
 __all__ = ["KeptCode"]
 
@@ -69,8 +69,12 @@ class _Files(IndexDataCacheFile):  # type: ignore[misc]
         return super()._load_data(name)
 
     def _check(self, path: str) -> None:
-        with contextlib.suppress(FileNotFoundError), PrivateFolder(Path(self._cache_path)) as folder:
-            folder.check(os.path.basename(path))
+        try:
+            with contextlib.suppress(FileNotFoundError), PrivateFolder(Path(self._cache_path)) as folder:
+                folder.check(os.path.basename(path))
+        except OSError as error:  # Numba says nothing of it
+            machine_code.warn_not_kept(error)
+            raise
 
     @contextlib.contextmanager
     def _open_for_write(self, filepath: str) -> Iterator[Any]:
@@ -97,8 +101,7 @@ class KeptCode(FunctionCache):  # type: ignore[misc]
         """Return the code for the types of arguments; ``None`` if there is none, or if the file is damaged."""
         try:
             return super().load_overload(sig, target_context)
-        except PermissionError as error:  # somebody else can have written it
-            machine_code.warn_not_kept(error)
+        except OSError:  # somebody else can have written it
             return None
         except Exception:  # of a file that was cut: whatever pickle raises
             with contextlib.suppress(OSError):

@@ -11,10 +11,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import hashlib
 import importlib
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
@@ -35,8 +37,10 @@ __all__ = [
     "digest_of_machine",
     "files",
     "keep_newest",
+    "kernels_folder",
     "load",
     "only_one",
+    "open_kernels_folder",
     "remove_code",
     "warn_not_kept",
 ]
@@ -82,6 +86,9 @@ SYMBOLS: Final = (*_OF_PROCESS, *_OF_NUMBA)
 _DIGEST_BYTES: Final = 16
 #: Object files that are kept: those of a few versions, and processors that share a home.
 _FILES_MAX: Final = 16
+#: Folders of kernels that are kept, and how their names end.
+_FOLDERS_MAX: Final = 8
+_SUFFIX: Final = ".kernels"
 #: No function is so long.
 _CODE_BYTES_MAX: Final = 16 << 20
 #: How long a process waits for another one that compiles, in seconds: for one that is stopped, and in all; when it says
@@ -180,6 +187,36 @@ def code_folder() -> Path:
     if folder is None:
         raise OSError(errno.ENOENT, "this user has no home, and XDG_CACHE_HOME is not set")
     return folder / "compiled"
+
+
+@functools.cache
+def kernels_folder() -> Path | None:
+    """Return the folder of the kernels of these sources on this machine, which nobody may have made yet.
+
+    ``None``: there can be none, which is said.
+    """
+    digest = digest_of_machine()
+    # Of the sources this has what Numba looks at: time and length.
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        stamp = source.stat()
+        digest.update(f"{source} {stamp.st_mtime} {stamp.st_size} {sys.version_info[:2]}".encode())
+    try:
+        return code_folder() / f"{digest.hexdigest()}{_SUFFIX}"
+    except OSError as error:
+        warn_not_kept(error)
+        return None
+
+
+def open_kernels_folder(path: Path) -> PrivateFolder:
+    """Return the folder of the kernels, which is made if there is none; then old ones of other versions go.
+
+    Raises:
+        OSError: It cannot be made, or somebody else may write to it.
+    """
+    if not path.exists():
+        with PrivateFolder(path.parent, makes=True) as folder:
+            keep_newest(folder, _SUFFIX, _FOLDERS_MAX - 1)
+    return PrivateFolder(path, makes=True)
 
 
 def code_in_files() -> dict[str, int]:
