@@ -21,7 +21,7 @@ from optimizer_cases import (
 )
 
 from totalreduce.coordination.config import CoordinationConfig
-from totalreduce.foundation.errors import ConfigurationError, MissingTensorError, PeerLost, PlanMismatchError
+from totalreduce.foundation.errors import ConfigurationError, MissingTensorError, PlanMismatchError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.engine_collectives import EngineCollectives
 from totalreduce.groups.group import Group
@@ -300,31 +300,6 @@ def test_sparse_adam_without_a_model_and_nobody_with_a_gradient() -> None:
     assert [untouched for _, untouched in results] == [None] * 3
     changed = (results[0][0] != 1).any(dim=1)
     assert changed.tolist() == [False, True, True, False, False, False]
-
-
-@pytest.mark.parametrize("overlap", ["backward", "step"])
-@pytest.mark.parametrize("reason", ["", "ValueError: bad batch"])
-def test_the_error_about_a_rank_that_had_fewer_batches_names_join(overlap: str, reason: str) -> None:
-    def body(group: Group) -> list[str]:
-        model, messages = Net(), []
-        wrapped = wrap(model, group, "sgd", overlap=overlap)
-        for batch in batches(1 + 2 * group.rank, size=4):
-            try:
-                wrapped.zero_grad()
-                loss_of(model, batch).backward()
-                wrapped.step()
-            except PeerLost as error:
-                messages.append(str(error))
-                break
-        group.close(5.0, reason=reason)
-        return messages
-
-    advice = "call optimizer.join() on every rank after the loop (docs/optimizer.md)"
-    none, messages = run_ranks(2, body)
-    assert none == []
-    [message] = messages
-    assert message.startswith("rank 0 is lost: it has closed the group")
-    assert message.count(advice) == (0 if reason else 1), "once, although several operations have the same error"
 
 
 @pytest.mark.parametrize("door", DOORS)

@@ -34,16 +34,15 @@ def test_what_is_encoded_comes_back() -> None:
     error = decode_mismatch(encode_mismatch(MismatchError("w", (0, 1), ("a", "b"))), 1)
     assert (error.tensor, error.ranks, error.values) == ("w", (0, 1), ("a", "b"))
     assert Farewell().encode() == b""
-    assert Farewell.decode(b"", 1, 3) == ("it has closed the group", None)
+    reason, first = Farewell.decode(b"", 1, 3)
+    assert (reason.partition(" (")[0], first) == ("it has closed the group", None)
+    assert "if it had fewer batches: optimizer.join(), or torch's Join" in reason
     assert Farewell.decode(Farewell("ValueError: 3").encode(), 1, 3) == (
         "it has closed the group after ValueError: 3",
         None,
     )
     after = Farewell("", LossNotice(2, "it has closed the group"))
-    assert Farewell.decode(after.encode(), 1, 3) == (
-        "it has closed the group",
-        (2, "it has closed the group", 1),
-    )
+    assert Farewell.decode(after.encode(), 1, 3) == (reason, (2, "it has closed the group", 1))
 
 
 def test_texts_are_cut_so_that_every_frame_is_accepted() -> None:

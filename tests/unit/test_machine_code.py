@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import totalreduce
+from totalreduce.foundation.private_files import PrivateFolder
 from totalreduce.kernels import exchange, machine_code, relay
 
 #: The module is loaded by itself: the package ``kernels`` would import torch and Numba into every process.
@@ -196,14 +197,16 @@ def test_a_full_disk_costs_one_compilation_in_a_process_and_nothing_is_left_ther
     assert [path.suffix for path in (disk / "totalreduce" / "compiled").iterdir() if path.name[0] == "."] == []
 
 
-def test_only_the_newest_files_stay(folder):
+def test_only_the_newest_files_stay(tmp_path):
+    tmp_path.chmod(0o700)
     for number in range(20):
-        (folder / "doubling.py").write_text(textwrap.dedent(MODULE) + f"# {number}\n")
-        call(folder)
-    left = list((folder / "home" / "totalreduce" / "compiled").iterdir())
-    assert len([path for path in left if path.suffix == ".o"]) == machine_code._FILES_MAX
-    assert len(left) <= 2 * machine_code._FILES_MAX
-    assert call(folder) == ["42", "False"]
+        path = tmp_path / f"{number}.o"
+        path.write_bytes(b"code")
+        os.utime(path, (number, number))
+    (tmp_path / "other.lock").touch()
+    with PrivateFolder(tmp_path) as folder:
+        machine_code.keep_newest(folder, ".o", 3)
+        assert folder.names() == ["other.lock", "19.o", "18.o", "17.o"]
 
 
 @pytest.mark.parametrize("says_who", [True, False])

@@ -102,6 +102,10 @@ class LossNotice(NamedTuple):
         return cls(lost, _text(document, "reason", _REASON_CHARACTERS_MAX), reporter)
 
 
+#: What a rank has usually come to that leaves without a reason while others need it.
+_ADVICE = "(if it had fewer batches: optimizer.join(), or torch's Join, lets ranks have different numbers)"
+
+
 class Farewell(NamedTuple):
     """GOODBYE: the sender has closed the group. The body is empty if there is nothing to say.
 
@@ -128,7 +132,7 @@ class Farewell(NamedTuple):
         first = document.get("first")
         if first is not None and not isinstance(first, dict):
             raise ProtocolError(f"a GOODBYE frame of rank {peer} that names {first!r} as a departed rank")
-        after = f" after {_text(document, 'reason', _REASON_CHARACTERS_MAX)}" if "reason" in document else ""
+        after = f" after {_text(document, 'reason', _REASON_CHARACTERS_MAX)}" if "reason" in document else f" {_ADVICE}"
         notice = None if first is None else LossNotice.read(first, peer, world_size)
         return cls(f"it has closed the group{after}", notice)
 

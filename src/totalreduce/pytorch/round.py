@@ -10,20 +10,17 @@ methods that it needs, and add an object of it to the list that ``DistributedOpt
 from __future__ import annotations
 
 import enum
-import functools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import ParamSpec, Protocol, final
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol, final
 
 import torch
 
-from totalreduce.foundation.errors import MissingTensorError, PeerLost
+from totalreduce.foundation.errors import MissingTensorError
 from totalreduce.pytorch.order import ForwardOrder
 
 __all__ = ["BucketReadiness", "GradientReducer", "Phase", "Round", "RoundGuard"]
-
-P = ParamSpec("P")
 
 
 class RoundGuard(Protocol):
@@ -220,25 +217,6 @@ class Phase(enum.Enum):
     """Gradients are reduced and installed; ``step()`` does not communicate any more."""
 
 
-def _names_join(method: Callable[P, None]) -> Callable[P, None]:
-    """Have the error about a rank that has left in good order say what helps if it had no more data."""
-    advice = (
-        "If it had fewer batches than this rank: call optimizer.join() on every rank after the loop (docs/optimizer.md)"
-    )
-
-    @functools.wraps(method)
-    def call(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            method(*args, **kwargs)
-        except PeerLost as error:
-            if error.reason.startswith("it has closed the group") and " after " not in error.reason:
-                # Several operations have the same error.
-                error.args = (f"{str(error).removesuffix(f'. {advice}')}. {advice}",)
-            raise
-
-    return call
-
-
 @final
 class Round:
     """The reducers of one plan, and the phase of their common round.
@@ -290,7 +268,6 @@ class Round:
         """Whether the last round ended without a result."""
         return any(reducer.skipped for reducer in self.reducers)
 
-    @_names_join
     def open(self, *, joined: bool = False) -> None:
         """Open a round, unless one is open already.
 
@@ -318,13 +295,11 @@ class Round:
                 reducer.set_priorities(order.bucket_priorities(members))
             first += len(reducer.parameters) if reducer.hooked else 0
 
-    @_names_join
     def ready(self, index: int) -> None:
         """Note that the gradient of a hooked parameter may leave."""
         reducer, member = self._targets[index]
         reducer.ready(member)
 
-    @_names_join
     def close(self) -> None:
         """Send all gradients that have not left yet."""
         for reducer in self.reducers:
@@ -336,7 +311,6 @@ class Round:
         """Whether all gradients have come that the rounds before had."""
         return all(each.readiness is None or each.readiness.is_complete for each in self.reducers)
 
-    @_names_join
     def finish(self) -> None:
         """Wait for a closed round, and install its gradients.
 
