@@ -20,6 +20,7 @@ from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.version import VERSION
 from totalreduce.launch import workers
 from totalreduce.launch.local import run_workers
+from totalreduce.launch.programs import send_to_program
 
 FOREIGN = ("TOTALREDUCE_", "TORCHELASTIC_", "OMPI_", "PMI", "SLURM_", "RANK", "WORLD_SIZE", "OMP_NUM")
 
@@ -355,6 +356,22 @@ def test_signals_reach_the_program_and_not_the_processes_that_it_has_started(lau
     assert (code, output) == (143, "[0] trapped\n" if started == "by a shell script" else "")
     assert len(pids) == 4
     assert all(is_gone(pid) for pid in pids)
+
+
+def test_all_processes_of_a_group_without_a_python_process_get_a_signal():
+    """As if a terminal had sent it: the shell alone would leave what it waits for behind."""
+    shell = subprocess.Popen(
+        ["sh", "-c", "sleep 1000 & echo $!; wait"], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        child = int(shell.stdout.readline())
+        send_to_program(shell.pid, signal.SIGUSR1)
+        assert shell.wait(20) == -signal.SIGUSR1
+        assert is_gone(child)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(shell.pid, signal.SIGKILL)
+        shell.communicate(timeout=20)
 
 
 def state_of(pid):
