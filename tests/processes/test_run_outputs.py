@@ -130,6 +130,21 @@ def test_streams_that_are_closed_from_the_beginning(job, tmp_path):
     assert (done.returncode, sentences(done.stderr)[0]) == (0, warning("standard output", "it is closed"))
 
 
+def test_no_other_file_gets_the_descriptors_of_streams_that_are_closed(tmp_path):
+    """What a library writes to descriptor 2 of the launcher must not get into one of its files."""
+    path = tmp_path / "worker.py"
+    path.write_text(
+        """
+import os, sys
+links = ["/proc/self/fd/0", *(f"/proc/{os.getppid()}/fd/{number}" for number in range(3))]
+open(sys.argv[1], "w").write(" ".join(os.readlink(link) if os.path.lexists(link) else "closed" for link in links))
+"""
+    )
+    launcher = [sys.executable, "-m", "totalreduce", "run", str(path), str(tmp_path / "found")]
+    done = run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *launcher])
+    assert (done.returncode, (tmp_path / "found").read_text().split()) == (0, ["/dev/null"] * 4)
+
+
 def test_a_pipe_that_does_not_block_gets_every_line_also_with_a_slow_reader(job, tmp_path):
     theirs, ours = os.pipe()
     os.set_blocking(ours, False)

@@ -13,6 +13,7 @@ import threading
 
 import pytest
 
+from totalreduce.cli.run import _write_summary
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.files import replacing
 from totalreduce.observe import reporting
@@ -153,6 +154,23 @@ def test_a_reader_that_is_gone(kind, said):
     assert len(said) == 1
     assert said[0].startswith("standard error cannot be written: ")
     assert (writer.loss.lines, writer.loss.num_bytes) == (3, 48)
+
+
+def test_a_descriptor_that_was_found_closed_is_not_tried_again(tmp_path, said):
+    """Another file may have its number by then."""
+    closed = os.open(tmp_path / "first", os.O_WRONLY | os.O_CREAT)
+    os.close(closed)
+    writer = ReportWriter("standard error", closed, said.append)
+    writer.write(LINE)
+    other = os.open(tmp_path / "second", os.O_WRONLY | os.O_CREAT)
+    if other != closed:
+        os.dup2(other, closed)
+    writer.write(LINE)
+    writer.close()
+    for each in {other, closed}:
+        os.close(each)
+    assert [(tmp_path / name).read_bytes() for name in ("first", "second")] == [b"", b""]
+    assert (len(said), writer.loss.lines) == (1, 2)
 
 
 def test_what_a_reader_does_not_take_at_once_waits_and_flags_of_the_pipe_stay(pipe, said):
@@ -341,6 +359,13 @@ def test_a_document_replaces_another_one_as_a_whole_or_not_at_all(tmp_path, smal
     with pytest.raises(OSError, match="No space left"), replacing(folder / "document") as file:
         file.write(bytes(1 << 20))
     assert [(each.name, each.read_bytes()) for each in folder.iterdir()] == [("document", b"old")]
+
+
+def test_a_summary_that_does_not_fit_on_the_disk_leaves_no_part_of_a_document(small_disk, said):
+    path = small_disk(64) / "summary"
+    _write_summary(path, {"command": ["x" * 100_000]}, said.append)
+    assert path.read_bytes() == b""
+    assert said == [f"--json {path} cannot be written: {FULL}. The job goes on; at its end is said what was lost"]
 
 
 def record(text):
