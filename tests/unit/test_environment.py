@@ -4,7 +4,10 @@ import os
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
+from totalreduce.cli import run
+from totalreduce.cli.main import build
 from totalreduce.foundation.environment import (
     is_debugging,
     read_job_key,
@@ -300,6 +303,20 @@ def test_a_path_below_the_present_folder_or_beside_it_has_the_users_name(linked,
 def test_other_hosts_run_the_python_of_this_one_by_the_users_name(linked, monkeypatch):
     monkeypatch.setattr(sys, "executable", f"{linked}/real/user/job/bin/python")
     assert HostOptions(hosts=()).python == f"{linked}/home/user/job/bin/python"
+
+
+def test_the_command_names_the_python_of_other_hosts_in_the_same_way(linked, monkeypatch):
+    def note(*_, hosts, **__):
+        named.append(hosts.python)
+        raise ConfigurationError("nothing is started")
+
+    named = []
+    (linked / "real" / "user" / "job" / "train.py").touch()
+    monkeypatch.setattr(sys, "executable", f"{linked}/real/user/job/bin/python")
+    monkeypatch.setattr(run, "run_workers", note)
+    for options in ([], ["--remote-python", f"{linked}/real/outside"]):
+        CliRunner().invoke(build(["run"]), ["run", "-H", "127.0.0.2:1", *options, "train.py"])
+    assert named == [f"{linked}/home/user/job/bin/python", f"{linked}/real/outside"]
 
 
 def test_a_folder_that_was_removed_is_an_error(linked):
