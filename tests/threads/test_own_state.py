@@ -155,6 +155,16 @@ def test_late_buffers_that_differ_between_ranks_are_named(num_elements: int, cap
     assert "new ranks get that of rank 0" in record.getMessage()
 
 
+def test_buffers_of_a_lost_rank_whose_copy_is_lost_too_are_those_of_rank_0(caplog) -> None:
+    caplog.set_level(logging.WARNING, logger="totalreduce")
+    first, _, _ = train(3, 4, MANY)
+    after = go_on([first, None, None], members(0, 1, 1, version=4), MANY)
+    words = [record.getMessage() for record in caplog.records]
+    assert "its residuals begin at zero, and its buffers are those of rank 0" in words[0]
+    assert words[0].startswith("nobody has the residuals and buffers of rank 1")
+    assert after[1].model.mine.tolist() == first.model.mine.tolist() == [4.0] * MANY
+
+
 @pytest.mark.parametrize(
     ("before", "after", "num_elements"),
     [
