@@ -334,6 +334,41 @@ def test_a_mismatch_in_a_callback_says_which_callback() -> None:
         assert "float32[4]" in text
 
 
+def test_a_mismatch_says_which_one_of_the_collectives_of_a_callback_it_is() -> None:
+    def body(made: Any) -> str:
+        def callback(_: Any) -> None:
+            both = [made.allreduce([torch.ones(count)]) for count in (3, 3 + made.rank())]
+            for work in both:
+                work.wait()
+
+        with pytest.raises(RuntimeError) as caught:
+            future_of(made).then(callback).wait()
+        assert future_of(made).wait()[0][0].item() == 2.0, "both ranks have their error before one of them leaves"
+        return str(caught.value)
+
+    for text in run(2, body):
+        assert "all_reduce #1 in a callback of all_reduce #0 of the default group: rank " in text
+
+
+def test_a_callback_counts_the_collectives_of_each_group_by_itself() -> None:
+    """Ranks that are no members of a smaller group know nothing of what the callback starts there."""
+
+    def body(made: Any) -> list[float]:
+        half = [0, 1] if made.rank() < 2 else [2, 3]
+        part = process_group(made.group.subgroup(half, name=str(half)))
+
+        def callback(_: Any) -> list[float]:
+            groups = [part, part, made] if made.rank() < 2 else [made]
+            works = [future_of(group, float(index)) for index, group in enumerate(groups, 4 - len(groups))]
+            return [work.wait()[0][0].item() for work in works]
+
+        found = future_of(made).then(callback).wait()
+        part.shutdown()
+        return found
+
+    assert run(4, body) == [[2.0, 4.0, 12.0]] * 2 + [[12.0]] * 2
+
+
 def test_all_ranks_of_a_collective_must_have_the_callback() -> None:
     def body(made: Any) -> tuple[str, float]:
         half = [0, 1] if made.rank() < 2 else [2, 3]
