@@ -81,6 +81,23 @@ def test_names_that_are_used_in_turn_keep_their_records_in_the_end(monkeypatch: 
     assert {record.next_iteration for record in again} == {20}
 
 
+@pytest.mark.usefixtures("few_records")
+@pytest.mark.parametrize(("are_in_flight", "num_looks_max"), [(True, 30), (False, 500)])
+def test_looks_for_idle_names_become_rarer_with_the_number_of_names(
+    monkeypatch: pytest.MonkeyPatch, *, are_in_flight: bool, num_looks_max: int
+) -> None:
+    """A look goes through all records and merges the idle names: at a fixed distance, their cost would be quadratic."""
+    looks, look = [], NameTable._give_up_idle_records
+    monkeypatch.setattr(NameTable, "_give_up_idle_records", lambda table: (looks.append(len(table)), look(table)))
+    in_flight: dict[tuple[int, int], None] = {}
+    table = NameTable(in_flight.keys())
+    for name in range(4000):
+        record = table.record("", str(name))
+        if are_in_flight:
+            in_flight[record.op_id, 0] = None
+    assert 5 < len(looks) <= num_looks_max  # always after four new names there would be a thousand
+
+
 def test_too_many_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(names_module, "_NAMES_MAX", 20)
     monkeypatch.setattr(names_module, "_NEW_RECORDS", 4)
