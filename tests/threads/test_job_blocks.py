@@ -3,6 +3,7 @@
 import functools
 import itertools
 import shutil
+import signal
 
 import pytest
 import torch
@@ -499,6 +500,32 @@ def test_a_scheduler_whose_length_was_computed_before_the_job_ends_with_it(world
         assert version == 2 * num_steps
         assert rate == pytest.approx(1.0 / 25 / 1e4, rel=1e-6), "the last rate of the cycle"
         assert last_phase["end_step"] == 2 * num_steps
+
+
+def test_worker_processes_of_a_loader_begin_with_signals_blocked_that_the_program_handles():
+    class Loader(DataLoader):
+        def __iter__(self):
+            blocked.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))  # which a worker process would inherit
+            return super().__iter__()
+
+    def body(group):
+        model = torch.nn.Linear(1, 1)
+        optimizer = tr.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, group=group)
+        sampler = tr.ElasticSampler(4, 4)
+        with tr.recoverable(tr.State(model=model, optimizer=optimizer, sampler=sampler)) as job:
+            for inputs in job.batches(Loader(torch.ones(4, 1), batch_sampler=sampler)):
+                assert signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+                with job.step():
+                    model(inputs).sum().backward()
+                    optimizer.step()
+
+    blocked = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        run_ranks(1, body)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert [signal.SIGUSR1 in each for each in blocked] == [True]
 
 
 def test_a_rank_without_a_sample_does_what_the_others_do_and_its_gradients_do_not_count():

@@ -170,6 +170,26 @@ def test_a_loop_over_batches_commits_each_step() -> None:
         list(attempt.batches(loader))
 
 
+def test_worker_processes_of_a_loader_begin_with_signals_blocked_that_the_program_handles() -> None:
+    blocked = []
+
+    class Loader(torch.utils.data.DataLoader):
+        def __iter__(self):
+            blocked.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))  # which a worker process would inherit
+            return super().__iter__()
+
+    sampler = ElasticSampler(4, 4)
+    attempt = attempt_of(make_state(sampler=sampler))
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        for _ in attempt.batches(Loader(range(4), batch_sampler=sampler)):
+            assert signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+            attempt.commit()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert [signal.SIGUSR1 in each for each in blocked] == [True]
+
+
 @pytest.mark.parametrize("is_told", [True, False])
 def test_a_signal_of_one_rank_ends_the_loops_of_all(tmp_path: Path, is_told: bool) -> None:
     """The version after the step with the signal is on disk, whether this rank got the signal or another one."""
