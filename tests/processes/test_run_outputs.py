@@ -165,11 +165,11 @@ def test_a_pipe_that_does_not_block_gets_every_line_also_with_a_slow_reader(job,
 
 
 @contextlib.contextmanager
-def narrow_output():
-    """A pipe of 4 KiB as this process's standard output, of whose bytes 100,000 may wait; yields its other end."""
+def narrow_output(bytes_max=100_000):
+    """A pipe of 4 KiB as this process's standard output, of whose bytes so many may wait; yields its other end."""
     theirs, ours = os.pipe()
     fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, 4096)
-    options = {**reporting.ReportWriter.__init__.__kwdefaults__, "bytes_max": 100_000}
+    options = {**reporting.ReportWriter.__init__.__kwdefaults__, "bytes_max": bytes_max}
     with pytest.MonkeyPatch.context() as patch, os.fdopen(ours, "w") as file:
         patch.setattr(sys, "stdout", file)
         patch.setattr(reporting.ReportWriter.__init__, "__kwdefaults__", options)
@@ -190,20 +190,21 @@ def test_a_reader_that_reads_nothing_costs_lines_and_not_the_job(job, monkeypatc
 
 @pytest.mark.alone  # the reader is a thread of the launcher, and what it is given at the end has a limit in time
 def test_a_slow_reader_holds_the_workers_back_and_gets_every_line(job):
+    """What workers have left in their pipes is taken at their end, in addition: as much again as may wait has room."""
     found = bytearray()
 
     def read(descriptor):
-        time.sleep(1.0)  # so long that the workers would have written everything
+        time.sleep(2.0)  # so long that the workers would have written everything
         while data := os.read(descriptor, 1 << 12):
             found.extend(data)
 
-    with narrow_output() as theirs:
+    with narrow_output(500_000) as theirs:
         reader = threading.Thread(target=read, args=(theirs,))
         reader.start()
-        result = run_workers(job.workers(lines=20_000), num_workers=2, timeout_s=60.0)
+        result = run_workers(job.workers(lines=60_000), num_workers=2, timeout_s=60.0)
         sys.stdout.close()
         reader.join(20)
-    assert (result.exit_code, result.lost, found.count(b"\n")) == (0, (), 40_000)
+    assert (result.exit_code, result.lost, found.count(b"\n")) == (0, (), 120_000)
 
 
 def test_rank_0_alone_inherits_a_terminal_and_only_that(tmp_path):
