@@ -165,6 +165,23 @@ def test_messages_that_wait_for_room_leave_by_credit_before_they_are_received(mo
         assert len(floating) >= num_floating - 1
 
 
+def test_of_several_frames_about_an_operation_that_wait_the_first_one_uses_the_allowance() -> None:
+    """As the receiver counts them: it makes one entry of an operation."""
+    rack = Rack(2, eager_bytes=1)
+    ahead = [rack.send(0, 1, [1.0 * number] * 3) for number in range(ENTRIES + 2)]
+    engine = rack.engines[0]
+    frames_of(rack, 0, 1)
+    engine._signatures.describe_late(ahead[ENTRIES:])  # as the stall watch does
+    op_id = ahead[0].key[0]
+    engine._rendezvous.on_credit(1, 0, early.ENTRY_COST)
+    first, *others = frames_of(rack, 0, 1)
+    assert (first, others[0]) == ((Frame.REQUEST, Flag.EAGER, op_id), (Frame.DESCRIBE, Flag.NONE, op_id))
+    assert {flags for _, flags, _ in others} == {Flag.NONE}
+    engine._rendezvous.on_posted(1, ahead[-1].key)  # this answers the request that waits
+    left = [frame for frame in frames_of(rack, 0, 1) if frame[0] is not Frame.DATA]
+    assert left == [(Frame.DESCRIBE, Flag.NONE, op_id), (Frame.REQUEST, Flag.NONE, 0)]
+
+
 def test_nothing_is_asked_while_nobody_is_ahead() -> None:
     """Small operations that are submitted at nearly the same time cost no control frame."""
     rack = Rack(2)
