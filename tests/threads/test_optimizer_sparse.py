@@ -198,7 +198,7 @@ class Recorder:
 
 @pytest.mark.filterwarnings("ignore:a step was skipped:RuntimeWarning")
 @pytest.mark.parametrize("world_size", [1, 3, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+@pytest.mark.parametrize("bad", [math.nan, -math.inf, pytest.param(math.inf, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layer", ["first", "third"])
 def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(world_size: int, bad: float, layer: str) -> None:
     def body(group: Group) -> torch.Tensor:

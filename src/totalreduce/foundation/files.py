@@ -13,7 +13,7 @@ __all__ = ["replacing"]
 
 
 @contextlib.contextmanager
-def replacing(path: Path, *, mode: int = 0o666) -> Iterator[IO[bytes]]:
+def replacing(path: Path, *, mode: int = 0o666, folder: int | None = None) -> Iterator[IO[bytes]]:
     """Write a file that takes the place of ``path`` when the block ends: a reader finds the old content or the new one.
 
     After an error nothing is left of the new file.
@@ -21,16 +21,18 @@ def replacing(path: Path, *, mode: int = 0o666) -> Iterator[IO[bytes]]:
     Args:
         path: The path; its folder exists.
         mode: The permissions of the file, without those of the umask.
+        folder: The descriptor of the folder from which the path leads; ``None``: the present one.
 
     Raises:
         OSError: The file cannot be written.
     """
     beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with open(os.open(beside, flags, mode, dir_fd=folder), "wb") as file:
             yield file
-        beside.replace(path)
+        os.replace(beside, path, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
         with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
+            os.unlink(beside, dir_fd=folder)
         raise

@@ -12,12 +12,13 @@ import contextlib
 import errno
 import fcntl
 import os
-import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Self, final
+from typing import IO, Self, final
+
+from totalreduce.foundation.files import replacing
 
 __all__ = ["PrivateFolder"]
 
@@ -84,27 +85,18 @@ class PrivateFolder:
         with self._open(name, os.O_RDONLY):
             pass
 
+    def has(self, name: str) -> bool:
+        """Whether there is something of this name."""
+        return os.access(name, os.F_OK, dir_fd=self._descriptor, follow_symlinks=False)
+
     def write(self, name: str, content: bytes) -> None:
         """Put a file in the place of what has the name. After an error nothing is left of it."""
-        with self.writing(name) as descriptor, open(descriptor, "wb", closefd=False) as file:
+        with self.writing(name) as file:
             file.write(content)
 
-    @contextlib.contextmanager
-    def writing(self, name: str) -> Iterator[int]:
-        """Yield the descriptor of a new file, which takes the place of what has the name when the block ends."""
-        beside = f".{name}.{secrets.token_hex(8)}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS
-        descriptor = os.open(beside, flags, 0o600, dir_fd=self._descriptor)
-        try:
-            try:
-                yield descriptor
-            finally:
-                os.close(descriptor)
-            os.rename(beside, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(beside, dir_fd=self._descriptor)
-            raise
+    def writing(self, name: str) -> contextlib.AbstractContextManager[IO[bytes]]:
+        """Return a context with a new file, which takes the place of what has the name when the block ends."""
+        return replacing(Path(name), mode=0o600, folder=self._descriptor)
 
     @contextlib.contextmanager
     def locked(self, name: str) -> Iterator[int | None]:

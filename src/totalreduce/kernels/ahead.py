@@ -68,13 +68,13 @@ def _compile_once(name: str) -> None:
     mark = f"{name}.compiled"
     try:
         with open_kernels_folder(path) as folder:
-            if mark in folder.names():
+            if folder.has(mark):
                 return
             _log.info("the kernels are being compiled, once on this machine: some ten seconds of processor time")
             folder.write("room", bytes(_ROOM_BYTES))  # else a full disk would cost two compilations
             folder.remove("room")
             with machine_code.only_one(folder, f"{name}.lock"):
-                if mark not in folder.names() and _compile_apart(name):
+                if not folder.has(mark) and _compile_apart(name):
                     folder.write(mark, b"")
     except OSError as error:
         machine_code.warn_not_kept(error)

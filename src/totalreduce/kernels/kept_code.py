@@ -78,11 +78,7 @@ class _Files(IndexDataCacheFile):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _open_for_write(self, filepath: str) -> Iterator[Any]:
-        with (
-            PrivateFolder(Path(self._cache_path)) as folder,
-            folder.writing(os.path.basename(filepath)) as descriptor,
-            open(descriptor, "wb", closefd=False) as file,
-        ):
+        with PrivateFolder(Path(self._cache_path)) as folder, folder.writing(os.path.basename(filepath)) as file:
             yield file
 
 
