@@ -1,5 +1,6 @@
 """Jobs that cannot be formed: every rank says why, in time."""
 
+import json
 import socket
 import textwrap
 
@@ -255,18 +256,70 @@ def test_a_process_that_comes_after_the_others_have_met_does_not_disturb_them(fl
         assert worker.read("done")["value"] == 2.0
 
 
-ALONE = """
-from totalreduce.kernels import exchange
+LOADS = """
+from totalreduce.kernels import exchange, relay
 
-exchange.load.cache_clear()
-attempt("join", tr.init, timeout_s=0.5)
-say("end", loaded=exchange.load.cache_info().currsize)
+for module in (exchange, relay):
+    module.load.cache_clear()
+group = tr.init({transport!r}, timeout_s=20)
+say("met", loaded=[module.load.cache_info().currsize for module in (exchange, relay)])
+group.close()
 """
 
 
-@pytest.mark.parametrize(("local", "loaded"), [("2", 1), ("1", 0)])
-def test_ranks_compile_the_fast_lane_before_they_meet(fleet, local, loaded):
-    """If ranks compiled it later, peers on other hosts would wait for an answer for a short time only."""
-    (worker,) = fleet.start(1, ALONE, WORLD_SIZE="2", LOCAL_WORLD_SIZE=local)
-    assert worker.read("join")["error"] == "RendezvousError"
-    assert worker.read("end")["loaded"] == loaded
+@pytest.mark.parametrize(("transport", "loaded"), [("auto", [1, 0]), ("shm", [1, 0]), ("tcp", [0, 1])])
+def test_ranks_load_the_code_that_they_can_use_and_no_other(fleet, transport, loaded):
+    """Also if the launcher does not say how many ranks a host has: a rank then takes itself for the only one."""
+    workers = fleet.start(2, LOADS.format(transport=transport), LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
+    assert [worker.read("met")["loaded"] for worker in workers] == [loaded] * 2
+
+
+COMPILES = """
+import logging
+from totalreduce.kernels import exchange, relay
+
+if rank == 0:
+    class Heard(logging.Handler):
+        def emit(self, record):
+            if "compile code" in record.getMessage():
+                say("log", text=record.getMessage())
+    logging.getLogger("totalreduce").addHandler(Heard())
+    logging.getLogger("totalreduce").setLevel("INFO")
+else:
+    module = {module}
+    load = module.load
+    def compiles():
+        module.load = load
+        say("compiles")
+        hear()
+        return load()
+    module.load = compiles
+group = tr.init({transport!r}, timeout_s=20)
+value = torch.ones(3)
+group.allreduce(value).wait()
+say("sum", value=value.tolist())
+"""
+
+
+@pytest.mark.parametrize(("transport", "module"), [("auto", "exchange"), ("tcp", "relay")])
+def test_ranks_wait_for_one_that_compiles_before_they_connect(fleet, transport, module):
+    """Connected peers would wait for an answer for ``connect_timeout_s`` only."""
+    workers = fleet.start(2, COMPILES.format(transport=transport, module=module))
+    workers[1].read("compiles")
+    said = workers[0].read("log")["text"]
+    assert said == "waiting for rank(s) 1 to compile code, once on a machine"  # two seconds after it has come
+    workers[1].tell()
+    assert [worker.read("sum")["value"] for worker in workers] == [[2.0] * 3] * 2
+
+
+def test_the_time_out_ends_the_wait_for_a_rank_that_compiles(fleet):
+    source = COMPILES.format(transport="tcp", module="relay").partition("group = ")[0]
+    source += 'attempt("join", tr.init, "tcp", timeout_s=3)\n'
+    workers = fleet.start(2, source)
+    workers[1].read("compiles")
+    said = json.loads(workers[0].read_line())
+    error = workers[0].read("join") if said["event"] == "log" else said
+    assert error["error"] == "RendezvousError"
+    assert "the time-out has ended the wait for rank(s) 1 to compile code" in error["text"]
+    workers[1].tell()
+    assert workers[1].read("join")["error"] == "RendezvousError"

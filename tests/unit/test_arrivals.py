@@ -146,6 +146,6 @@ def test_each_process_joins_the_next_meeting_also_behind_one_that_was_lost_when_
     store, world = make(), World(0, 1, 0, 1, "", 0, "manual", "job")
     lost = dataclasses.replace(Arrival.of(world), process="lost")
     store.set("totalreduce/0/name/1/claim/0", lost.to_text())
-    store.add("totalreduce/0/name/1/read", 1)  # the meeting is over
+    store.add("totalreduce/0/name/1/rank/read", 1)  # the meeting is over
     joined = [Meeting(store, world, "name", 5.0).job_id for _ in range(3)]
     assert joined == [f"job/totalreduce/0/name/{number}" for number in (2, 3, 4)]

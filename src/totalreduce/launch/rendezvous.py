@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import secrets
 import threading
 import time
@@ -40,6 +41,8 @@ _log = logging.getLogger(__name__)
 _ENTRY_BYTES_MAX = 64 * 1024
 #: The longest time between two looks into the store.
 _POLL_S = 0.1
+#: When rank 0 says for which ranks it waits that have come already.
+_SAY_S = 2.0
 #: If fewer files can be opened when a store fails, it has failed for want of them.
 _STORE_DESCRIPTORS = 8
 #: Torch notices the end of the time-out by itself, a little late, if nothing listens.
@@ -69,14 +72,12 @@ class Member:
         address: Address for TCP; "" if the rank does not listen.
         port: Port for TCP.
         shared_memory: Address of the Unix socket; ``None`` if the rank cannot share memory.
-        lacks_code: Why the rank has not the compiled function of the fast lane; "" if it has, or needs none.
     """
 
     host: str
     address: str = ""
     port: int = 0
     shared_memory: str | None = None
-    lacks_code: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +204,7 @@ def _announce(store: Store, prefix: str, arrival: Arrival) -> None:
 
 def _is_over(store: Store, prefix: str, world_size: int) -> bool:
     """Whether a meeting has ended, with or without an error."""
-    return bool(store.check([f"{prefix}/failure"])) or store.add(f"{prefix}/read", 0) >= world_size
+    return bool(store.check([f"{prefix}/failure"])) or store.add(f"{prefix}/rank/read", 0) >= world_size
 
 
 def _text_of(store: Store, key: str) -> str:
@@ -308,28 +309,52 @@ class Meeting:
             ConfigurationError: The ranks' settings differ, or they are not ranks of one job; on every rank.
         """
         entry = {"member": asdict(member), "settings": {**settings, "job key": self._key_source}}
-        keys = [f"{self._prefix}/rank/{rank}" for rank in range(self._world.world_size)]
-        with self._store_needed("waiting for the other ranks"):
-            self._store.set(f"{self._prefix}/rank/{self._world.rank}", json.dumps(entry))
-            entries = [json.loads(text) for text in self._read(keys, "the other ranks")]
-            self._compare_arrivals()  # every rank has written its arrival before its entry
-            self._store.add(f"{self._prefix}/read", 1)
-            # If rank 0 fails after this, for instance because of its certificate, the store ends with its process.
-            self._linger(lambda: self._store.add(f"{self._prefix}/read", 0) >= self._world.world_size)
+        entries = [json.loads(text) for text in self._exchange("rank", json.dumps(entry))]
         compare_settings([entry["settings"] for entry in entries])
         return [_member(entry["member"]) for entry in entries]
 
-    def _read(self, keys: list[str], what: str) -> list[str]:
+    def prepared(self, lack: str) -> list[str]:
+        """Publish what this rank lacks after it has prepared itself, or ""; return the same of all ranks, by rank.
+
+        Call it after ``gather``. Where a rank must prepare for long, the others wait here, and rank 0 says for whom.
+
+        Raises:
+            RendezvousError: A rank did not come in time; the message names it.
+        """
+        return self._exchange("prepared", lack, "to compile code, once on a machine")
+
+    def _exchange(self, what: str, text: str, task: str = "") -> list[str]:
+        """Publish a text; return those of all ranks, by rank. ``task``: what late ranks do; "": they may be missing."""
+        keys = [f"{self._prefix}/{what}/{rank}" for rank in range(self._world.world_size)]
+        count = f"{self._prefix}/{what}/read"
+        with self._store_needed("waiting for the other ranks"):
+            self._store.set(keys[self._world.rank], text)
+            texts = self._read(keys, "the other ranks", task)
+            self._compare_arrivals()  # every rank has written its arrival before its entry
+            self._store.add(count, 1)
+            # If rank 0 fails after this, for instance because of its certificate, the store ends with its process.
+            self._linger(lambda: self._store.add(count, 0) >= self._world.world_size)
+        return texts
+
+    def _read(self, keys: list[str], what: str, task: str = "") -> list[str]:
         # The store is polled, because torch logs every ``wait`` that runs out, and rank 0 may give up meanwhile.
-        pause_s = 0.005
+        pause_s, say_at = 0.005, time.monotonic() + _SAY_S
         with self._store_needed(f"waiting for {what}"):
             self._compare_arrivals()
             while not self._store.check(keys):
-                self._check_deadline(keys, what)
+                self._check_deadline(keys, what, task)
+                if task and time.monotonic() >= say_at and self._world.rank == 0:
+                    say_at = math.inf
+                    _log.info("waiting for %s %s", self._absent(keys, what), task)
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _POLL_S)
                 self._compare_arrivals()
             return [_checked(value) for value in self._store.multi_get(keys)]
+
+    def _absent(self, keys: list[str], what: str) -> str:
+        """Return which ranks have not written their key, if each has one; otherwise ``what``."""
+        absent = [str(rank) for rank, key in enumerate(keys) if len(keys) > 1 and not self._store.check([key])]
+        return f"rank(s) {', '.join(absent)}" if absent else what
 
     @contextlib.contextmanager
     def _store_needed(self, use: str) -> Iterator[None]:
@@ -403,7 +428,7 @@ class Meeting:
         self._linger(lambda: self._store.add(f"{self._prefix}/informed", 0) >= wanted, self._conflict_linger_s)
         raise ConfigurationError(conflict)
 
-    def _check_deadline(self, keys: list[str], what: str) -> None:
+    def _check_deadline(self, keys: list[str], what: str, task: str) -> None:
         """Raise ``RendezvousError``, with the missing ranks, at the deadline or if rank 0 has reported one."""
         failure = f"{self._prefix}/failure"
         if self._store.check([failure]):
@@ -413,9 +438,10 @@ class Meeting:
             raise self._failed(reason)
         if time.monotonic() < self._deadline - self._linger_s:
             return
-        absent = [str(index) for index, key in enumerate(keys) if len(keys) > 1 and not self._store.check([key])]
-        who = f"rank(s) {', '.join(absent)}" if absent else what
+        who = self._absent(keys, what)
         reason = f"{who} did not come within the time-out. Were all ranks started?{self._before}"
+        if task:
+            reason = f"the time-out has ended the wait for {who} {task}. Give the first job more time (timeout_s)"
         if self._world.rank == 0:
             self._store.set(failure, reason)
         self._linger(lambda: False)
@@ -452,7 +478,6 @@ def _member(entry: Mapping[str, Any]) -> Member:
         str(entry["address"]),
         int(entry["port"]),
         None if shared is None else str(shared),
-        str(entry["lacks_code"]),
     )
 
 

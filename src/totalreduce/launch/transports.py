@@ -200,37 +200,32 @@ def _over_sockets(request: JoinRequest) -> Transport:
             address, tcp_listener = _listen(world, request)
             listeners.enter_context(tcp_listener)
             port = tcp_listener.getsockname()[1]
-        shm_address, shm_listener, lacks_code = None, None, ""
+        shm_address, shm_listener = None, None
         if request.transport != "tcp":
             shm_address, shm_listener = _share_memory(world)
         if shm_listener is not None:
             listeners.enter_context(shm_listener)
-            if request.board_bytes and world.local_world_size > 1:
-                # The first time on a machine this compiles the function of the fast lane. After the ranks have met,
-                # peers on other hosts would wait for an answer for ``connect_timeout_s`` only.
-                lacks_code = _why_not(exchange.load)
-        tcp_config = request.tcp
-        if tcp_listener is not None and tcp_config.has_relay and world.local_world_size < world.world_size:
-            reason = _why_not(relay.load)  # for the same reason
-            if reason:
-                _log.warning("Python moves large messages between hosts, which takes more processor time: %s", reason)
-                tcp_config = replace(tcp_config, relay=False)
         epoch = 0 if request.store is None else request.store.epoch
         identity = JobIdentity(meeting.job_key(), meeting.job_id, epoch)
-        mine = Member(host_identity(), address, port, shm_address, lacks_code)
-        members = meeting.gather(mine, request.wire)
-        board_bytes = 0 if _lack_code(members, world.rank) else request.board_bytes
+        members = meeting.gather(Member(host_identity(), address, port, shm_address), request.wire)
         neighbours = _neighbours(world.rank, members)
         if request.transport == "shm":
             _check_one_host(members)
+        shares = shm_listener is not None and (request.transport == "shm" or sum(n is not None for n in neighbours) > 1)
+        sends = tcp_listener is not None and (not shares or None in neighbours)
+        # Only now it is known which functions can be used. The first time on a machine they are compiled. After that
+        # the ranks meet once more: peers on other hosts wait for an answer for ``connect_timeout_s`` only.
+        tcp_config = _with_relay(request) if sends else request.tcp
+        lacking = meeting.prepared(_why_not(exchange.load) if shares and request.board_bytes else "")
+        board_bytes = 0 if _lack_code(lacking, world.rank) else request.board_bytes
         local = remote = None
-        if shm_listener is not None and (request.transport == "shm" or sum(n is not None for n in neighbours) > 1):
+        if shm_listener is not None and shares:
             local = shm.ShmTransport(
                 *(world.rank, neighbours, shm_listener, identity, tcp_config),
                 board_bytes=board_bytes,
                 process_reads=request.settings.process_reads is True,
             )
-        if tcp_listener is not None and (local is None or None in neighbours):
+        if tcp_listener is not None and sends:
             addresses = [(member.address, member.port) for member in members]
             remote = tcp.TcpTransport(world.rank, addresses, tcp_listener, identity, tcp_config, request.tls)
         transport = RoutedTransport(local, remote) if local is not None and remote is not None else local or remote
@@ -243,6 +238,17 @@ def _over_sockets(request: JoinRequest) -> Transport:
     return transport
 
 
+def _with_relay(request: JoinRequest) -> TcpConfig:
+    """Return the settings of TCP, without the function that moves large messages if it is missing or cannot be used."""
+    if not request.tcp.has_relay:
+        return request.tcp
+    is_encrypted = request.tls is not None
+    reason = "" if is_encrypted else _why_not(relay.load)
+    if reason:
+        _log.warning("Python moves large messages between hosts, which takes more processor time: %s", reason)
+    return replace(request.tcp, relay=False) if is_encrypted or reason else request.tcp
+
+
 def _why_not(load: Callable[[], object]) -> str:
     """Load a compiled function; return why that is not possible, or ""."""
     try:
@@ -252,9 +258,9 @@ def _why_not(load: Callable[[], object]) -> str:
     return ""
 
 
-def _lack_code(members: Sequence[Member], rank: int) -> bool:
+def _lack_code(reasons: Sequence[str], rank: int) -> bool:
     """Whether some rank has not the function of the fast lane, so that none uses it. Rank 0 says so."""
-    lacking = {number: member.lacks_code for number, member in enumerate(members) if member.lacks_code}
+    lacking = {number: reason for number, reason in enumerate(reasons) if reason}
     if lacking and rank == 0:
         first = next(iter(lacking))
         _log.warning(
