@@ -95,10 +95,13 @@ interface: $(STAMP)
 tested-with: $(STAMP)
 	$(PYTEST) -m tested_with --tested-with docs/reference/tested-with.md tests/processes $(ARGS)
 
-# The wheel and the source distribution, in dist/.
+# The wheel and the source distribution, in dist/. The wheel carries compiled functions for LEVELS of x86-64, so that the
+# first job compiles nothing. They are compiled on x86-64, and linked by `ld` (binutils). `make dist LEVELS=` needs neither.
+LEVELS ?= $(if $(filter x86_64,$(shell uname -m)),x86-64 x86-64-v3)
 dist: $(STAMP)
 	$(PIP) build
-	$(BIN)/python -m build
+	$(BIN)/python tools/ship_code.py build/shipped $(LEVELS)
+	$(BIN)/python -m build --sdist --wheel
 
 # The release notes of the newest version, from CHANGELOG.md; with ARGS=--check the files that name it are compared.
 release-notes:

@@ -40,8 +40,11 @@ def clone(tmp_path_factory):
     return folder
 
 
-def build(folder, target):
-    """Build the wheel; the version of its name, that of its metadata, and that in its module."""
+def build(folder, target, carried=()):
+    """Build the wheel; the version of its name, that of its metadata, and that in its module.
+
+    ``carried``: the files of compiled code that it must have.
+    """
     command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(target)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -52,6 +55,9 @@ def build(folder, target):
         written = re.search(r'VERSION = "(.+)"', files.read("totalreduce/foundation/_version.py").decode())[1]
         assert "totalreduce/examples/kubernetes/jobset.yaml" in files.namelist()
         assert "totalreduce/py.typed" in files.namelist()
+        shipped = [name for name in files.namelist() if name.startswith("totalreduce/kernels/shipped/")]
+        assert [name.rpartition("/")[2] for name in shipped] == list(carried)
+        assert wheel.name.endswith("-py3-none-any.whl")
     return wheel.name.split("-")[1], stated, written
 
 
@@ -78,3 +84,11 @@ def test_a_commit_after_a_tag_is_a_version_in_development(clone, tmp_path):
     name, stated, written = build(clone, tmp_path)
     assert re.fullmatch(r"7\.8\.10\.dev1\+g[0-9a-f]+", stated)
     assert name.replace("_", ".") == stated == written
+
+
+def test_a_wheel_carries_the_compiled_code_that_make_dist_has_left(clone, tmp_path):
+    shipped = clone / "build" / "shipped"
+    shipped.mkdir(parents=True)
+    (shipped / "manifest.json").write_text("{}")
+    build(clone, tmp_path, carried=["manifest.json"])
+    shutil.rmtree(clone / "build")

@@ -33,7 +33,8 @@ spec.loader.exec_module(machine_code)
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
 sys.path.insert(0, sys.argv[1])
 try:
-    loaded = machine_code.load("doubling", 1, [Path(sys.argv[1], "doubling.py")])
+    sources = (Path(sys.argv[1], "doubling.py"),)
+    loaded = machine_code.load(machine_code.CompiledFunction("doubling", 1, sources, "what doubles"))
 except machine_code.NoCodeError as error:
     print(f"no code: {error}")
 else:
@@ -267,7 +268,7 @@ def test_a_function_that_refers_to_unknown_symbols_is_refused(folder, monkeypatc
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     monkeypatch.syspath_prepend(folder)
     with pytest.raises(machine_code.NoCodeError, match=r"calling refers to symbols .*: frobnicate$"):
-        machine_code.load("calling", 1, [folder / "calling.py"])
+        machine_code.load(machine_code.CompiledFunction("calling", 1, (folder / "calling.py",), "what calls"))
     assert list(folder.glob("totalreduce/compiled/calling-*.o")) == []
 
 
@@ -293,9 +294,6 @@ def modules_of(path):
 
 
 @pytest.mark.parametrize("module", [exchange, relay])
-def test_the_name_of_a_file_depends_on_all_that_is_compiled(module, monkeypatch):
-    asked = []
-    monkeypatch.setattr(machine_code, "load", lambda _name, _arguments, sources: asked.extend(sources))
-    module.load.__wrapped__()
+def test_the_name_of_a_file_depends_on_all_that_is_compiled(module):
     code = Path(module.__file__).with_name(Path(module.__file__).stem + "_code.py")
-    assert {path.resolve() for path in asked} == modules_of(code)
+    assert {path.resolve() for path in module.FUNCTION.sources} == modules_of(code)

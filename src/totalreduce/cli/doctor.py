@@ -87,7 +87,7 @@ def doctor(
     hosts, links = document["survey"]["hosts"], LinkModel(**document["links"])
     document["choices"] = choices_of(hosts, links, shared_memory=document["shared_memory"])
     document["warnings"] = warnings_of(document)
-    document["compiled_code"] = _compiled_code()
+    document["compiled_code"], document["shipped_code"] = _compiled_code(), _shipped_code()
     _print(document)
     if store is not None:
         from totalreduce.groups.probe import write_links
@@ -112,6 +112,24 @@ def _compiled_code() -> str:
         return "none yet; the first job compiles it"
     except OSError as error:
         return f"not kept in files: {describe_error(error)}"
+
+
+def _shipped_code() -> str:
+    """Return a sentence about the compiled functions that the package carries."""
+    from totalreduce.foundation.shipped_code import NoShippedCodeError
+    from totalreduce.kernels import exchange, relay
+    from totalreduce.kernels.machine_code import load_shipped
+
+    found: dict[str, list[str]] = {}
+    for function in (exchange.FUNCTION, relay.FUNCTION):
+        try:
+            text = f"used, for {load_shipped(function).level}"
+        except NoShippedCodeError as error:
+            text = f"not used: {error}"
+        found.setdefault(text, []).append(function.title)
+    if len(found) == 1:
+        return next(iter(found))
+    return "; ".join(f"{text} ({', '.join(titles)})" for text, titles in found.items())
 
 
 def _clear_code() -> None:
@@ -307,6 +325,7 @@ def _print(document: dict[str, Any]) -> None:
     key = "given by the environment" if all(mine["job_key"] for mine in facts) else "made by rank 0, through the store"
     console.print(f"safety: {tls}; job key {key}")
     console.print(f"compiled code: {document['compiled_code']}", highlight=False)
+    console.print(f"compiled code of the package: {document['shipped_code']}", highlight=False)
     table = _table("chosen by size", *(format_bytes(size) for size in _SIZES))
     for kind, rows in document["choices"].items():
         table.add_row(kind, *(f"{row['schedule']} {_time(row['seconds'])}" for row in rows))

@@ -43,6 +43,7 @@ __all__ = [
     "COUNTED",
     "DONE",
     "ENTRY_BYTES",
+    "FUNCTION",
     "HAS_CHANGED",
     "HAS_ENDED",
     "IS_READ",
@@ -176,6 +177,12 @@ MARK_FAILED = 7
 Exchange = Callable[[int, int, int, int], int]
 #: Arguments of the compiled function.
 NUM_ARGUMENTS: Final = 4
+FUNCTION: Final = machine_code.CompiledFunction(
+    "totalreduce.kernels.exchange_code",
+    NUM_ARGUMENTS,
+    machine_code.files("exchange.py", "exchange_code.py", "float_mode.py", "vectors.py"),
+    "what exchanges tensors between ranks of one host",
+)
 
 
 def block_words(ranks: int) -> int:
@@ -190,5 +197,4 @@ def load() -> machine_code.Loaded:
     Raises:
         NoCodeError: This process cannot have it.
     """
-    sources = machine_code.files("exchange.py", "exchange_code.py", "float_mode.py", "vectors.py")
-    return machine_code.load("totalreduce.kernels.exchange_code", NUM_ARGUMENTS, sources)
+    return machine_code.load(FUNCTION)

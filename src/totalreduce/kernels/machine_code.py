@@ -1,7 +1,8 @@
 """Machine code of functions that Numba has compiled, kept in files, so that a process needs no Numba to call them.
 
 To import Numba and to prepare it for its first function takes half a second of processor time; to read machine code
-takes some milliseconds. LLVM's library (``llvmlite``) emits the code of a function as an object file, and loads it.
+takes some milliseconds. A wheel carries code for the usual processors (``foundation.shipped_code``), which is loaded if
+it fits. Otherwise LLVM's library (``llvmlite``) emits the code of a function as an object file, and loads it.
 The file's name contains a digest of everything that the code depends on: the sources, the versions and the processor.
 The first process on a machine compiles (seconds); processes that start at the same time wait for it.
 """
@@ -18,27 +19,33 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from totalreduce.foundation.environment import cache_folder, settings_of_numba
 from totalreduce.foundation.errors import UnsupportedError
 from totalreduce.foundation.os_errors import describe_error
 from totalreduce.foundation.private_files import PrivateFolder
+from totalreduce.foundation.shipped_code import NoShippedCodeError, find_library
 
 __all__ = [
+    "SHIPPED",
+    "SYMBOL",
     "SYMBOLS",
+    "CompiledFunction",
     "Loaded",
     "NoCodeError",
     "code_folder",
     "code_in_files",
     "digest_of_machine",
+    "emit",
     "files",
     "keep_newest",
     "kernels_folder",
     "load",
+    "load_shipped",
     "only_one",
     "open_kernels_folder",
     "remove_code",
@@ -97,8 +104,10 @@ _STOPPED_S, _WAIT_S, _SAY_S, _LOOK_S = 1.0, 60.0, 2.0, 0.05
 
 #: Whether this process has said that code cannot be kept.
 _has_warned = False
-#: The symbol of the function in its object file.
-_SYMBOL: Final = "totalreduce_function"
+#: The symbol of the function in its object file, or in its library.
+SYMBOL: Final = "totalreduce_function"
+#: The folder of the code that the package carries.
+SHIPPED: Final = Path(__file__).with_name("shipped")
 
 
 class NoCodeError(UnsupportedError):
@@ -117,54 +126,98 @@ def _binding() -> Any:
         raise NoCodeError(f"llvmlite, which loads compiled code, is missing: {describe_error(error)}") from error
 
 
-class Loaded:
-    """A function of a loaded object file.
+class CompiledFunction(NamedTuple):
+    """A function that is compiled, and kept in a file. It takes and returns integers of 64 bits.
 
     Attributes:
-        function: The function, for integers of 64 bits. A call does not hold the interpreter's lock.
+        module: The name of the module that compiles it. It is imported for that only. Its ``assembly()`` returns LLVM's
+            assembly and the name of the function therein.
+        num_arguments: The number of its arguments.
+        sources: The files whose text determines the code.
+        title: What it is to a user: it is written into the log when it is compiled.
     """
 
-    def __init__(self, code: bytes, num_arguments: int) -> None:
-        """``code``: an object file with one function, which takes and returns integers of 64 bits."""
-        _initialize()
-        binding = _binding()
-        # The code is in this object's memory: it lives as long as the object.
-        self._engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _machine())
-        self._engine.add_object_file(binding.ObjectFileRef.from_data(code))
-        self._engine.finalize_object()
-        arguments = [ctypes.c_int64] * num_arguments
-        self.function = ctypes.CFUNCTYPE(ctypes.c_int64, *arguments)(self._engine.get_function_address(_SYMBOL))
+    module: str
+    num_arguments: int
+    sources: tuple[Path, ...]
+    title: str
+
+    @property
+    def name(self) -> str:
+        """The name of the module, without those of its packages."""
+        return self.module.rpartition(".")[2]
+
+    def at(self, address: int) -> Callable[..., int]:
+        """Return the function whose code is at an address. A call does not hold the interpreter's lock."""
+        return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * self.num_arguments)(address)
 
 
-def files(*names: str) -> list[Path]:
+class Loaded(NamedTuple):
+    """A function that is loaded.
+
+    Attributes:
+        function: The function, for integers of 64 bits.
+        level: The level of x86-64 for which the package carries it; "" if it was compiled on this machine.
+        memory: The object in whose memory the code is: the code lives as long as it does.
+    """
+
+    function: Callable[..., int]
+    level: str
+    memory: object
+
+
+def files(*names: str) -> tuple[Path, ...]:
     """Return the paths of files of this package, and of those with the arithmetic that all compiled functions share."""
     folder = Path(__file__).parent
     shared = ("atomics.py", "element_types.py", "elements.py", "halves.py", "machine_code.py", "../foundation/types.py")
-    return [folder / name for name in (*shared, *names)]
+    return tuple(folder / name for name in (*shared, *names))
 
 
-def load(module: str, num_arguments: int, sources: Sequence[Path]) -> Loaded:
-    """Load a function from its file; compile it first if there is no file for these sources and this machine.
-
-    Args:
-        module: The name of the module that compiles the function. It is imported for that only. Its ``assembly()``
-            returns LLVM's assembly and the name of the function therein.
-        num_arguments: The number of the function's arguments.
-        sources: The files whose text determines the code.
+def load(function: CompiledFunction) -> Loaded:
+    """Load a function that the package carries, or from its file; compile it first if there is none for this machine.
 
     Raises:
         NoCodeError: It cannot be compiled here, or the process that compiles it does not come to an end.
     """
     try:
+        return load_shipped(function)
+    except NoShippedCodeError as error:
+        _log.debug("%s is not loaded from the package: %s", function.name, error)
+    try:
         digest = digest_of_machine()
-        for source in sources:
+        for source in function.sources:
             digest.update(source.read_bytes())
-        name = f"{module.rpartition('.')[2]}-{digest.hexdigest()}.o"
-        return Loaded(_code_of(name, lambda: _compile(module)), num_arguments)
+        name = f"{function.name}-{digest.hexdigest()}.o"
+        return _load_object(_code_of(name, lambda: _compile(function)), function)
     except NoCodeError:
         raise
     except Exception as error:  # whatever another version of Numba or LLVM raises
-        raise NoCodeError(f"{module} cannot be compiled: {describe_error(error).splitlines()[0]}") from error
+        raise NoCodeError(f"{function.module} cannot be compiled: {describe_error(error).splitlines()[0]}") from error
+
+
+def load_shipped(function: CompiledFunction) -> Loaded:
+    """Load a function that the package carries.
+
+    Raises:
+        NoShippedCodeError: It carries none that can be used here; the text says why.
+    """
+    found = find_library(SHIPPED, function.name, function.sources)
+    try:
+        library = ctypes.CDLL(str(found.path))
+        address = ctypes.cast(library[SYMBOL], ctypes.c_void_p).value
+    except (OSError, AttributeError) as error:
+        raise NoShippedCodeError(f"it cannot be loaded: {describe_error(error)}") from error
+    return Loaded(function.at(address or 0), found.level, library)
+
+
+def _load_object(code: bytes, function: CompiledFunction) -> Loaded:
+    """Load an object file with one function."""
+    _initialize()
+    binding = _binding()
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _machine())
+    engine.add_object_file(binding.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    return Loaded(function.at(engine.get_function_address(SYMBOL)), "", engine)
 
 
 def digest_of_machine() -> hashlib.blake2b:
@@ -329,31 +382,47 @@ def _is_stopped(pid: int) -> bool:
     return status.rpartition(b") ")[2][:1] in (b"T", b"t")
 
 
-def _compile(module: str) -> bytes:
-    """Return the object file of the function of a module.
+def _compile(function: CompiledFunction) -> bytes:
+    """Return the object file of a function for this machine, and log that it is compiled, and for how long."""
+    if "NUMBA_DISABLE_JIT=1" in settings_of_numba():
+        raise NoCodeError("NUMBA_DISABLE_JIT is set")
+    _log.info("compiling %s, once on this machine: some ten seconds of one core", function.title)
+    begin = time.monotonic()
+    code = emit(function)
+    _log.info("compiled in %.1f s", time.monotonic() - begin)
+    return code
+
+
+def emit(function: CompiledFunction, level: str | None = None) -> bytes:
+    """Return the object file of a function.
+
+    Args:
+        function: The function.
+        level: A level of x86-64, for which Numba must compile in this process; the code can then be linked into a
+            library. ``None``: this machine, whose process loads it.
 
     Raises:
         RuntimeError: The function refers to symbols that ``SYMBOLS`` does not have. A process that calls it could end.
     """
-    if "NUMBA_DISABLE_JIT=1" in settings_of_numba():
-        raise NoCodeError("NUMBA_DISABLE_JIT is set")
-    _log.info("compiling %s, once on this machine: a few seconds", module)
-    assembly, name = importlib.import_module(module).assembly()
+    assembly, name = importlib.import_module(function.module).assembly()
     _initialize()
     binding = _binding()
-    named = binding.parse_assembly(assembly.replace(f'@"{name}"', f"@{_SYMBOL}").replace(f"@{name}(", f"@{_SYMBOL}("))
+    named = binding.parse_assembly(assembly.replace(f'@"{name}"', f"@{SYMBOL}").replace(f"@{name}(", f"@{SYMBOL}("))
     needed = {symbol.name for symbol in (*named.functions, *named.global_variables) if symbol.is_declaration}
     unknown = sorted(name for name in needed if not name.startswith("llvm.") and name not in SYMBOLS)
     if unknown:
-        raise RuntimeError(f"{module} refers to symbols that are not in machine_code.SYMBOLS: {', '.join(unknown)}")
-    code: bytes = _machine().emit_object(named)
+        text = f"{function.module} refers to symbols that are not in machine_code.SYMBOLS: {', '.join(unknown)}"
+        raise RuntimeError(text)
+    code: bytes = _machine(level).emit_object(named)
     return code
 
 
-def _machine() -> Any:
-    """Return LLVM's description of this machine, with the options that Numba uses."""
+def _machine(level: str | None = None) -> Any:
+    """Return LLVM's description of this machine, with the options that Numba uses, or of those of a level."""
     binding = _binding()
     target = binding.Target.from_triple(binding.get_process_triple())
+    if level is not None:
+        return target.create_target_machine(cpu=level, features="", opt=3, reloc="pic", codemodel="small", jit=False)
     return target.create_target_machine(
         cpu=binding.get_host_cpu_name(),
         features=binding.get_host_cpu_features().flatten(),

@@ -28,7 +28,7 @@ import numpy as np
 from totalreduce.kernels import machine_code
 from totalreduce.kernels.arrays import Array
 
-__all__ = ["NUM_ARGUMENTS", "Pump", "lanes_of", "load", "next_row"]
+__all__ = ["FUNCTION", "NUM_ARGUMENTS", "Pump", "lanes_of", "load", "next_row"]
 
 # ----------------------------------------------------------------------------------------------- words of the head
 
@@ -164,6 +164,12 @@ BLOCK_WORDS: Final = OPERATIONS_AT + OPERATIONS_MAX * OPERATION_WORDS
 #: The compiled function: the address of the block, and for how many nanoseconds it may wait. Returns ``STATUS``.
 Pump = Callable[[int, int], int]
 NUM_ARGUMENTS: Final = 2
+FUNCTION: Final = machine_code.CompiledFunction(
+    "totalreduce.kernels.relay_code",
+    NUM_ARGUMENTS,
+    machine_code.files("relay.py", "relay_code.py", "arrays.py", "../foundation/header.py"),
+    "what moves large tensors between hosts",
+)
 
 
 def next_row(rows: Sequence[int], length: int, index: int, sends: bool) -> int:
@@ -217,5 +223,4 @@ def load() -> machine_code.Loaded:
     Raises:
         NoCodeError: This process cannot have it.
     """
-    sources = machine_code.files("relay.py", "relay_code.py", "arrays.py", "../foundation/header.py")
-    return machine_code.load("totalreduce.kernels.relay_code", NUM_ARGUMENTS, sources)
+    return machine_code.load(FUNCTION)
