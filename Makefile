@@ -97,7 +97,7 @@ tested-with: $(STAMP)
 
 # The wheel and the source distribution, in dist/. The wheel carries compiled functions for LEVELS of x86-64, so that the
 # first job compiles nothing. They are compiled on x86-64, and linked by `ld` (binutils). `make dist LEVELS=` needs neither.
-LEVELS ?= $(if $(filter x86_64,$(shell uname -m)),x86-64 x86-64-v3)
+LEVELS ?= $(if $(filter x86_64,$(shell uname -m)),x86-64 x86-64-v3 x86-64-v4)
 dist: $(STAMP)
 	$(PIP) build
 	$(BIN)/python tools/ship_code.py build/shipped $(LEVELS)

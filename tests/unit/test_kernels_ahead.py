@@ -1,6 +1,8 @@
 """What is loaded ahead is what the methods call: in a process of its own, where nothing was compiled before."""
 
 import logging
+import os
+import re
 import subprocess
 import sys
 import threading
@@ -68,31 +70,75 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_of_those_that_begin_together_one_compiles(folder) -> None:
-    threads = [threading.Thread(target=ahead._compile_once, args=("call_sparse",)) for _ in range(3)]
+    threads = [threading.Thread(target=ahead._compile_once, args=("sparse_calls",)) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    ahead._compile_once("call_codecs")
-    ahead._compile_once("call_sparse")
-    assert (folder / "calls").read_text().split() == ["call_sparse", "call_codecs"]
+    ahead._compile_once("codec_calls")
+    ahead._compile_once("sparse_calls")
+    assert (folder / "calls").read_text().split() == ["sparse_calls", "codec_calls"]
 
 
 def test_who_could_not_compile_tries_again_and_says_why(folder, caplog) -> None:
     (folder / "code").write_text("7")
     with caplog.at_level(logging.WARNING):
-        ahead._compile_once("call_sparse")
+        ahead._compile_once("sparse_calls")
     assert "has failed (exit code 7); this process compiles them now" in caplog.text
     (folder / "code").write_text("0")
-    ahead._compile_once("call_sparse")
-    ahead._compile_once("call_sparse")
-    assert (folder / "calls").read_text().split() == ["call_sparse", "call_sparse"]
+    ahead._compile_once("sparse_calls")
+    ahead._compile_once("sparse_calls")
+    assert (folder / "calls").read_text().split() == ["sparse_calls", "sparse_calls"]
+
+
+SLOW = """
+import sys
+print("7 of 16", flush=True)
+sys.stdin = open("wait")
+sys.stdin.read()
+"""
+
+
+def test_the_log_says_how_many_kernels_are_compiled_and_when(folder, monkeypatch, caplog) -> None:
+    os.mkfifo(folder / "wait")
+    said = threading.Event()
+
+    class Heard(logging.Handler):
+        def emit(self, record):
+            if "7 of 16" in record.getMessage():
+                said.set()
+
+    monkeypatch.setattr(ahead, "_PROGRAM", SLOW)
+    monkeypatch.setattr(ahead, "_SAY_S", 0.1)
+    caplog.set_level(logging.INFO)
+    heard = Heard()
+    ahead._log.addHandler(heard)
+    thread = threading.Thread(target=ahead._compile_once, args=("sparse_calls",))
+    thread.start()
+    try:
+        assert said.wait(60.0)
+    finally:
+        (folder / "wait").write_text("")
+        thread.join()
+        ahead._log.removeHandler(heard)
+    assert re.search(r"compiled 7 of 16 kernels after \d+ s\n", caplog.text)
+    assert re.search(r"the kernels were compiled in \d+ s\n", caplog.text)
+
+
+def test_a_process_that_takes_too_long_is_ended(folder, monkeypatch, caplog) -> None:
+    os.mkfifo(folder / "wait")
+    monkeypatch.setattr(ahead, "_PROGRAM", SLOW)
+    monkeypatch.setattr(ahead, "_SAY_S", 0.1)
+    monkeypatch.setattr(ahead, "_COMPILE_S", 0.3)
+    ahead._compile_once("sparse_calls")
+    assert "the kernels were not compiled within 0.3 s; this process compiles them now" in caplog.text
+    assert not list((folder / "home").rglob("*.compiled"))
 
 
 def test_a_full_disk_costs_no_process_that_compiles_in_vain(folder, small_disk, caplog) -> None:
     (folder / "home").symlink_to(small_disk(4096) / "own")
     (folder / "home").readlink().mkdir(mode=0o700)
-    ahead._compile_once("call_sparse")
+    ahead._compile_once("sparse_calls")
     assert not (folder / "calls").exists()
     assert "compiled code cannot be kept in files: No space left on device (ENOSPC)" in caplog.text
     assert [path.name for path in (folder / "home" / "new.kernels").iterdir()] == []

@@ -6,6 +6,7 @@ test of the fast lane.
 
 import ast
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -239,6 +240,19 @@ def test_a_stopped_process_that_compiles_is_not_waited_for(folder, says_who):
                 waiting.communicate(timeout=3)
         holder.kill()
         assert says_who or waiting.communicate(timeout=30)[0].split() == ["42", "True"]
+
+
+def test_who_waits_says_how_long_it_takes(tmp_path, monkeypatch, caplog):
+    """Rank 0 alone logs it, and another process may be the one that compiles."""
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(machine_code, "_SAY_S", 0.01)
+    monkeypatch.setattr(machine_code.time, "sleep", lambda _: len(caplog.messages) < 3 or holder.close())
+    caplog.set_level(logging.INFO)
+    with PrivateFolder(tmp_path) as folder, contextlib.ExitStack() as holder:
+        assert holder.enter_context(folder.locked("it.lock")) == 0
+        with machine_code.only_one(folder, "it.lock"):
+            said = caplog.messages
+    assert said[:3] == [f"process {os.getpid()} compiles code, once on this machine: 0 s so far"] * 3
 
 
 def test_what_cannot_be_compiled_is_an_error_that_says_why(folder):

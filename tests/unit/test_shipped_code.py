@@ -20,7 +20,9 @@ MODULE = """
 def assembly():
     return "define i64 @double(i64 %0) {\\n  %2 = mul i64 2, %0\\n  ret i64 %2\\n}", "double"
 """
-V3 = LEVELS["x86-64-v3"]
+V3, V4 = LEVELS["x86-64-v3"], LEVELS["x86-64-v4"]
+#: The levels of these tests.
+MADE = ("x86-64-v3", "x86-64")
 
 pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64" or shutil.which("ld") is None, reason="code is shipped for x86-64, and ld links it"
@@ -38,9 +40,9 @@ def function(tmp_path, monkeypatch):
     monkeypatch.setattr(machine_code, "SHIPPED", shipped)
     monkeypatch.setattr(shipped_code, "_processor_flags", lambda: V3)
     function = machine_code.CompiledFunction("doubling", 1, (source,), "what doubles")
-    for level in LEVELS:
+    for level in MADE:
         ship_code.make_library(function, level, shipped)
-    write_manifest(shipped, {function.name: function.sources}, LEVELS)
+    write_manifest(shipped, {function.name: function.sources}, MADE)
     return function
 
 
@@ -59,7 +61,9 @@ def test_code_that_fits_is_loaded_and_nothing_is_compiled(function, monkeypatch)
 
 
 def test_the_code_is_for_the_best_level_that_the_processor_has(function, monkeypatch):
-    assert find(function).path == machine_code.SHIPPED / "doubling-x86-64-v3.so"
+    for flags in (V3, V4):
+        monkeypatch.setattr(shipped_code, "_processor_flags", lambda flags=flags: flags)
+        assert find(function).path == machine_code.SHIPPED / "doubling-x86-64-v3.so"
     for flags in (V3 - {"avx2"}, frozenset()):
         monkeypatch.setattr(shipped_code, "_processor_flags", lambda flags=flags: flags)
         assert find(function).path == machine_code.SHIPPED / "doubling-x86-64.so"
@@ -74,9 +78,9 @@ def change_manifest(change):
 
 def write_other(function):
     """A library that nothing can load, with the digest that the manifest says."""
-    for level in LEVELS:
+    for level in MADE:
         (machine_code.SHIPPED / f"doubling-{level}.so").write_bytes(b"\x7fELF but no more")
-    write_manifest(machine_code.SHIPPED, {function.name: function.sources}, LEVELS)
+    write_manifest(machine_code.SHIPPED, {function.name: function.sources}, MADE)
 
 
 def flip_bit(_function):

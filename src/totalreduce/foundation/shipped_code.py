@@ -19,14 +19,18 @@ from totalreduce.foundation.os_errors import describe_error
 
 __all__ = ["LEVELS", "NoShippedCodeError", "ShippedLibrary", "digest_of", "find_library", "write_manifest"]
 
-#: The instructions that a processor of level 3 has beside those of every x86-64, by their names in /proc/cpuinfo.
-_V3: Final = (
-    *("cx16", "lahf_lm", "pni", "popcnt", "sse4_1", "sse4_2", "ssse3"),
-    *("abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"),
+#: The instructions that processors of level 3 have beside those of every x86-64, by their names in /proc/cpuinfo, and
+#: those that processors of level 4 have beside those.
+_V3: Final = frozenset(
+    (
+        *("cx16", "lahf_lm", "pni", "popcnt", "sse4_1", "sse4_2", "ssse3"),
+        *("abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"),
+    )
 )
+_V4: Final = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
 #: The levels of x86-64, by LLVM's names, and what a processor needs for each. The best one is first. Code for level 2
-#: and level 4 is as fast as that for level 1 and level 3 (docs/design/0020-shipped-code.md).
-LEVELS: Final[Mapping[str, frozenset[str]]] = {"x86-64-v3": frozenset(_V3), "x86-64": frozenset()}
+#: is as fast as that for every x86-64 (docs/design/0020-shipped-code.md).
+LEVELS: Final[Mapping[str, frozenset[str]]] = {"x86-64-v4": _V4, "x86-64-v3": _V3, "x86-64": frozenset()}
 _MACHINE: Final = "x86_64"
 _MANIFEST: Final = "manifest.json"
 #: The first processor is in the first lines of a file that has some kilobytes for each.

@@ -15,7 +15,9 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from typing import Final
+import time
+from collections.abc import Callable
+from typing import Any, Final
 
 import numpy as np
 
@@ -23,38 +25,45 @@ from totalreduce.kernels import coding, machine_code, merging, quantisation, sca
 from totalreduce.kernels.machine_code import kernels_folder, open_kernels_folder
 from totalreduce.kernels.numba_names import check_numba
 
-__all__ = ["call_codecs", "call_sparse", "load", "load_codecs"]
+__all__ = ["codec_calls", "load", "load_codecs", "sparse_calls"]
 
 _log = logging.getLogger(__name__)
 
-#: The program of the process that compiles: it calls one function of this module, and finds modules where this process
-#: does.
+#: The program of the process that compiles: it makes the calls of one list of this module, says after each how many
+#: are done, and finds modules where this process does.
 _PROGRAM: Final = """
 import sys
 sys.path[:] = sys.argv[2:]
 from totalreduce.kernels import ahead
-getattr(ahead, sys.argv[1])()
+calls = getattr(ahead, sys.argv[1])()
+for number, call in enumerate(calls, 1):
+    call()
+    print(f"{number} of {len(calls)}", flush=True)
 """
 #: How long that process may take. Afterwards this process compiles by itself.
 _COMPILE_S: Final = 600.0
+#: How often the log says how far it is.
+_SAY_S: Final = 3.0
 #: The kernels take less on the disk.
 _ROOM_BYTES: Final = 8 << 20
 
 
 def load() -> None:
     """Load the kernels of the sparse methods, with the types that the methods use; a second call takes no time."""
-    _compile_once("call_sparse")
-    call_sparse()
+    _compile_once("sparse_calls")
+    for call in sparse_calls():
+        call()
 
 
 def load_codecs() -> None:
     """Load the kernels of the codecs; a second call takes no time. ``load`` has those of lists of elements."""
-    _compile_once("call_codecs")
-    call_codecs()
+    _compile_once("codec_calls")
+    for call in codec_calls():
+        call()
 
 
 def _compile_once(name: str) -> None:
-    """Have a process compile the kernels that a function of this module calls, unless one of this machine has done so.
+    """Have a process compile the kernels of a list of calls of this module, unless one of this machine has done so.
 
     If that is not possible, Numba compiles them in this process when they are called.
 
@@ -70,7 +79,7 @@ def _compile_once(name: str) -> None:
         with open_kernels_folder(path) as folder:
             if folder.has(mark):
                 return
-            _log.info("the kernels are being compiled, once on this machine: some ten seconds of processor time")
+            _log.info("the kernels are being compiled, once on this machine: some ten seconds of one core")
             folder.write("room", bytes(_ROOM_BYTES))  # else a full disk would cost two compilations
             folder.remove("room")
             with machine_code.only_one(folder, f"{name}.lock"):
@@ -83,59 +92,91 @@ def _compile_once(name: str) -> None:
 
 
 def _compile_apart(name: str) -> bool:
-    """Call a function of this module in a process of its own; return whether that has succeeded."""
+    """Make the calls of a list of this module in a process of its own; return whether that has succeeded.
+
+    The log says how many are done, and when.
+    """
     argv = [sys.executable, "-c", _PROGRAM, name, *sys.path]
-    try:
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=_COMPILE_S, check=False)  # noqa: S603
-    except subprocess.TimeoutExpired:
+    begin = time.monotonic()
+    with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:  # noqa: S603
+        try:
+            said = _follow(process, begin)
+        except BaseException:
+            process.kill()
+            raise
+    if said is None:
         _log.warning("the kernels were not compiled within %g s; this process compiles them now", _COMPILE_S)
         return False
-    if done.returncode:
-        said = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        cause = said[-1] if said else f"exit code {done.returncode}"
+    if process.returncode:
+        lines = said.decode("utf-8", "replace").strip().splitlines()
+        cause = lines[-1] if lines else f"exit code {process.returncode}"
         _log.warning("the process that compiles the kernels has failed (%s); this process compiles them now", cause)
-    return not done.returncode
+        return False
+    _log.info("the kernels were compiled in %.0f s", time.monotonic() - begin)
+    return True
 
 
-def call_sparse() -> None:
-    """Call every kernel of the sparse methods once, with the types that the methods use."""
+def _follow(process: subprocess.Popen[bytes], begin: float) -> bytes | None:
+    """Wait for the process that compiles; return what it wrote of errors, or ``None`` if it was ended at the limit."""
+    while True:
+        try:
+            return process.communicate(timeout=_SAY_S)[1]
+        except subprocess.TimeoutExpired as waited:
+            seconds, lines = time.monotonic() - begin, (waited.output or b"").decode("ascii", "replace").splitlines()
+            if seconds > _COMPILE_S:
+                process.kill()
+                return None
+            _log.info("compiled %s kernels after %.0f s", lines[-1] if lines else "none of the", seconds)
+
+
+def sparse_calls() -> list[Callable[[], Any]]:
+    """Return calls of every kernel of the sparse methods, each of them once, with the types that the methods use."""
     one, n = np.float32(1.0), 2 * selection.LANES
     values, index = np.ones(n, np.float32), np.arange(n, dtype=np.int32)
     room_index, room_value = np.empty(2 * n, np.int32), np.empty(2 * n, np.float32)
-    selection.accumulate(values.copy(), values, one, 1, 0, room_index, room_value, 0)
-    selection.select(values, 1, 0, room_index, room_value, 0)
-    selection.kth_magnitude([values], 1)
-    selection.keep_largest(room_index[:n], room_value[:n], 1, n)
-    selection.count_bins(values, 1, 0, np.zeros(1, np.int64))
     code = np.zeros(coding.coded_bytes_max(n, n), np.uint8)
-    coding.decode_gaps(code[: coding.encode_gaps(index, 0, 0, code)], 0, n, index)
-    coding.round_values(values)
-    coding.widen(np.zeros(n, np.uint16), np.empty(n, np.float32))
-    for num_lists in (2, 3):
+
+    def add_up(num_lists: int) -> None:
         bounds = np.arange(num_lists + 1) * n
         merging.add_up(np.tile(index, num_lists), np.tile(values, num_lists), bounds)
-    merging.found_in(index, index)
-    for scattered in (scattering.overwrite, scattering.scatter, scattering.scatter_add):
-        scattered(values, 0, index, values, one)
-    scattering.gather(values, 0, index, values)
-    scattering.keep_rest(values, 0, index, values, values, index)
+
+    return [
+        lambda: selection.accumulate(values.copy(), values, one, 1, 0, room_index, room_value, 0),
+        lambda: selection.select(values, 1, 0, room_index, room_value, 0),
+        lambda: selection.kth_magnitude([values], 1),
+        lambda: selection.keep_largest(room_index[:n], room_value[:n], 1, n),
+        lambda: selection.count_bins(values, 1, 0, np.zeros(1, np.int64)),
+        lambda: coding.decode_gaps(code[: coding.encode_gaps(index, 0, 0, code)], 0, n, index),
+        lambda: coding.round_values(values),
+        lambda: coding.widen(np.zeros(n, np.uint16), np.empty(n, np.float32)),
+        lambda: add_up(2),
+        lambda: add_up(3),
+        lambda: merging.found_in(index, index),
+        lambda: scattering.overwrite(values, 0, index, values, one),
+        lambda: scattering.scatter(values, 0, index, values, one),
+        lambda: scattering.scatter_add(values, 0, index, values, one),
+        lambda: scattering.gather(values, 0, index, values),
+        lambda: scattering.keep_rest(values, 0, index, values, values, index),
+    ]
 
 
-def call_codecs() -> None:
-    """Call every kernel of the codecs once."""
+def codec_calls() -> list[Callable[[], Any]]:
+    """Return calls of every kernel of the codecs, each of them once."""
     values, out = np.ones(10, np.float32), np.zeros(10, np.float32)
     scale, code = np.ones(2, np.float32), np.zeros(16, np.uint8)
     one, integers = scale[:1], code[:10].view(np.int8)
-    quantisation.within_limit(values)
-    quantisation.encode_bytes(values.copy(), 10, 0, False, True, one, integers)
-    quantisation.decode_bytes(one, integers, 10, False, out)
-    quantisation.encode_nibbles(values.copy(), 10, 0, False, True, one, code[:5])
-    quantisation.decode_nibbles(one, code[:5], 10, False, out)
-    quantisation.encode_trits(values.copy(), 10, 0, True, one, code[:2])
-    quantisation.decode_trits(one, code[:2], 10, False, out)
-    quantisation.encode_signs(values.copy(), 64, True, scale, code[:8])
-    quantisation.decode_signs(scale, code[:8], 64, False, out)
-    quantisation.round_halves(values.copy(), True, np.zeros(10, np.uint16))
     listed, signs = np.arange(3, dtype=np.int32), np.zeros(1, np.uint8)
-    quantisation.take_quanta(values.copy(), np.float32(1.0), listed, True, signs)
-    quantisation.write_quanta(signs, np.float32(1.0), listed, out)
+    return [
+        lambda: quantisation.within_limit(values),
+        lambda: quantisation.encode_bytes(values.copy(), 10, 0, False, True, one, integers),
+        lambda: quantisation.decode_bytes(one, integers, 10, False, out),
+        lambda: quantisation.encode_nibbles(values.copy(), 10, 0, False, True, one, code[:5]),
+        lambda: quantisation.decode_nibbles(one, code[:5], 10, False, out),
+        lambda: quantisation.encode_trits(values.copy(), 10, 0, True, one, code[:2]),
+        lambda: quantisation.decode_trits(one, code[:2], 10, False, out),
+        lambda: quantisation.encode_signs(values.copy(), 64, True, scale, code[:8]),
+        lambda: quantisation.decode_signs(scale, code[:8], 64, False, out),
+        lambda: quantisation.round_halves(values.copy(), True, np.zeros(10, np.uint16)),
+        lambda: quantisation.take_quanta(values.copy(), np.float32(1.0), listed, True, signs),
+        lambda: quantisation.write_quanta(signs, np.float32(1.0), listed, out),
+    ]

@@ -98,9 +98,9 @@ _FOLDERS_MAX: Final = 8
 _SUFFIX: Final = ".kernels"
 #: No function is so long.
 _CODE_BYTES_MAX: Final = 16 << 20
-#: How long a process waits for another one that compiles, in seconds: for one that is stopped, and in all; when it says
-#: so, and how often it looks.
-_STOPPED_S, _WAIT_S, _SAY_S, _LOOK_S = 1.0, 60.0, 2.0, 0.05
+#: How long a process waits for another one that compiles, in seconds: for one that is stopped, and in all; how often it
+#: says so, and how often it looks.
+_STOPPED_S, _WAIT_S, _SAY_S, _LOOK_S = 1.0, 60.0, 3.0, 0.05
 
 #: Whether this process has said that code cannot be kept.
 _has_warned = False
@@ -353,7 +353,7 @@ def only_one(folder: PrivateFolder, lock: str) -> Iterator[None]:
         OSError: The file of the lock cannot be used.
     """
     begin = stopped_since = time.monotonic()
-    has_said = False
+    say_at = begin + _SAY_S
     while True:
         with folder.locked(lock) as holder:
             if holder == 0:
@@ -367,9 +367,9 @@ def only_one(folder: PrivateFolder, lock: str) -> Iterator[None]:
             raise NoCodeError(f"{who}, which compiles it, is stopped (lock {folder.path / lock})")
         if now - begin > _WAIT_S:
             raise NoCodeError(f"{who} compiles it, and was not ready after {_WAIT_S:g} s (lock {folder.path / lock})")
-        if now - begin > _SAY_S and not has_said:
-            has_said = True
-            _log.info("waiting for %s, which compiles code once for this machine", who)
+        if now >= say_at:
+            say_at = now + _SAY_S
+            _log.info("%s compiles code, once on this machine: %.0f s so far", who, now - begin)
         time.sleep(_LOOK_S)
 
 

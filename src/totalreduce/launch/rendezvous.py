@@ -452,9 +452,10 @@ class Meeting:
 
     def _linger(self, all_know: Callable[[], bool], seconds: float | None = None) -> None:
         """Keep rank 0, which serves the store, alive for a moment, so that the others can read why all fail."""
-        until = time.monotonic() + (self._linger_s if seconds is None else seconds)
+        until, pause_s = time.monotonic() + (self._linger_s if seconds is None else seconds), 0.002
         while time.monotonic() < until and not all_know():
-            time.sleep(0.02)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.02)
 
 
 def compare_settings(settings: Sequence[Mapping[str, Any]]) -> None:
