@@ -113,3 +113,19 @@ def test_files_that_do_not_exist(fleet, tmp_path):
     answers = ends(fleet, [missing, missing])
     assert [answer["error"] for answer in answers] == ["ConfigurationError"] * 2
     assert all("a.pem: No such file" in answer["text"] for answer in answers)
+
+
+LOADS = """
+from totalreduce.kernels import exchange, relay
+
+for module in (exchange, relay):
+    module.load.cache_clear()
+group = tr.init("tcp", timeout_s=30)
+say("met", loaded=[module.load.cache_info().currsize for module in (exchange, relay)])
+group.close()
+"""
+
+
+def test_the_relay_is_not_loaded_over_tls_because_it_carries_no_encrypted_messages(fleet, rank_tls):
+    workers = fleet.start(2, LOADS, by_rank=by_rank(rank_tls[:2]))
+    assert [worker.read("met")["loaded"] for worker in workers] == [[0, 0]] * 2
