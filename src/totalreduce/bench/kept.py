@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any, final
 
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.named_files import read_named, write_named
 from totalreduce.foundation.os_errors import describe_error
 
 __all__ = ["KeptResults"]
 
 _log = logging.getLogger(__name__)
+
+_FILE_BYTES_MAX = 1 << 30
 
 
 @final
@@ -33,7 +36,7 @@ class KeptResults:
         if path is None or not path.exists():
             return
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = read_named(path, _FILE_BYTES_MAX).decode("utf-8").splitlines()
         except OSError as error:
             raise ConfigurationError(f"cannot read {path}, in which results are kept: {error.strerror}") from error
         for number, line in enumerate(lines, 1):
@@ -42,7 +45,7 @@ class KeptResults:
                 self._known[document["key"]] = document["result"]
             except (ValueError, TypeError, KeyError) as error:
                 if number == len(lines):  # the command was stopped while it wrote; this is measured again
-                    path.write_text("".join(f"{each}\n" for each in lines[:-1]), encoding="utf-8")
+                    write_named(path, "".join(f"{each}\n" for each in lines[:-1]))
                     break
                 raise ConfigurationError(f"{path}, line {number}, is not a kept result; name another file") from error
 
@@ -60,8 +63,7 @@ class KeptResults:
         if self._path is None:
             return
         try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"key": key, "result": document}) + "\n")
+            write_named(self._path, json.dumps({"key": key, "result": document}) + "\n", appends=True)
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True

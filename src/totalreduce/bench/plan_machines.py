@@ -26,6 +26,7 @@ from typing import Any
 
 from totalreduce.bench.records import to_document
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.named_files import read_named, write_named
 from totalreduce.launch.emulate import rate_bits_per_s
 from totalreduce.schedules.spec import LinkModel
 
@@ -164,8 +165,7 @@ def read_machines(path: Path) -> Machines:
         ConfigurationError: The file cannot be read, is not TOML, or has a key or a value that makes no sense.
     """
     try:
-        with path.open("rb") as file:
-            document = tomllib.loads(file.read(_FILE_BYTES_MAX).decode("utf-8"))
+        document = tomllib.loads(read_named(path, _FILE_BYTES_MAX).decode("utf-8"))
     except OSError as error:
         raise ConfigurationError(f"cannot read the machines {path}: {error.strerror}") from error
     except ValueError as error:
@@ -190,8 +190,7 @@ def read_calibration(path: Path) -> Calibration:
         ConfigurationError: The file cannot be read, or does not hold a calibration.
     """
     try:
-        with path.open(encoding="utf-8") as file:
-            document = json.loads(file.read(_FILE_BYTES_MAX))
+        document = json.loads(read_named(path, _FILE_BYTES_MAX))
         numbers = {name: float(document[name]) for name in _numbers(Calibration())}
         return Calibration(**numbers, source=str(document["source"]))
     except OSError as error:
@@ -211,7 +210,7 @@ def write_calibration(path: Path, calibration: Calibration) -> None:
         ConfigurationError: The file cannot be written.
     """
     try:
-        path.write_text(json.dumps(to_document(calibration), indent=1) + "\n", encoding="utf-8")
+        write_named(path, json.dumps(to_document(calibration), indent=1) + "\n")
     except OSError as error:
         raise ConfigurationError(f"cannot write the calibration {path}: {error.strerror}") from error
 

@@ -12,6 +12,7 @@ from totalreduce.bench.command import benchmark
 from totalreduce.bench.traces import Trace, as_document
 from totalreduce.cli.report import format_bytes
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.named_files import write_named
 
 
 @benchmark(
@@ -33,7 +34,7 @@ def bench_trace(
 
     recorded = record_trace(workload_by_name(model), num_steps=steps)
     try:
-        out.write_text(_format(recorded), encoding="utf-8")
+        write_named(out, _format(recorded))
     except OSError as error:
         raise ConfigurationError(f"cannot write --out {out}: {error.strerror}") from error
     print(

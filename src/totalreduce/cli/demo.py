@@ -18,6 +18,7 @@ from rich.text import Text
 
 from totalreduce.cli.demo_compare import compare
 from totalreduce.cli.demo_setup import DemoSettings, ProgressListener, built_in_text, read_text
+from totalreduce.cli.report import write_document
 from totalreduce.foundation.environment import current
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.launch.local import RunResult, run_workers
@@ -83,7 +84,7 @@ def demo(
         document: dict[str, object] = {"settings": asdict(settings), "comparison": asdict(comparison)}
         document |= {"timeline": str(trace), "passed": problem is None}
         document |= {"distributed": distributed, "single": single}
-        json_file.write_text(json.dumps(document, indent=1), "utf-8")
+        write_document(json_file, document)
     if problem is not None:
         typer.echo(f"totalreduce demo: {problem}", err=True)
         raise typer.Exit(1)

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.named_files import read_named
 from totalreduce.observe.progress import TrainingReport
 
 __all__ = ["DemoSettings", "ProgressListener", "ProgressSender", "built_in_text", "read_text"]
@@ -85,12 +86,9 @@ def read_text(path: Path) -> str:
         ConfigurationError: Unreadable, too large, not UTF-8, too short, or all the same character.
     """
     try:
-        with path.open("rb") as stream:
-            data = stream.read(_TEXT_BYTES_MAX + 1)
+        data = read_named(path, _TEXT_BYTES_MAX)
     except OSError as error:
         raise ConfigurationError(f"--text: cannot read {path}: {error.strerror}") from error
-    if len(data) > _TEXT_BYTES_MAX:
-        raise ConfigurationError(f"--text: {path} is larger than 64 MiB; give a part of it")
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:

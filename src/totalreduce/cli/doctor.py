@@ -21,6 +21,7 @@ from rich.table import Table
 from totalreduce.cli.report import format_bytes
 from totalreduce.foundation import environment
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.named_files import write_named
 from totalreduce.foundation.os_errors import describe_error
 from totalreduce.foundation.types import OpKind
 from totalreduce.launch.emulate import EmulateOptions
@@ -96,7 +97,7 @@ def doctor(
         print(f"stored; use it with TOTALREDUCE_LINKS={store}, on every host")
     if json_file is not None:
         try:
-            json_file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            write_named(json_file, json.dumps(document, indent=1) + "\n")
         except OSError as error:
             raise ConfigurationError(f"cannot write --json {json_file}: {error.strerror}") from error
 

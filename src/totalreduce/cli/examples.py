@@ -79,7 +79,7 @@ def summary(path: Path) -> str:
 def _copy(files: list[Path], source: Path, target: Path) -> None:
     copies = {path: target / path.relative_to(source) for path in files}
     for path, copy in copies.items():
-        if copy.exists() and (not copy.is_file() or copy.read_bytes() != path.read_bytes()):
+        if copy.is_symlink() or (copy.exists() and (not copy.is_file() or copy.read_bytes() != path.read_bytes())):
             raise ConfigurationError(f"--copy: {copy} is there already, with another content; name another folder")
     try:
         for path, copy in copies.items():

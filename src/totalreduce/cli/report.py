@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.named_files import write_named
 
 __all__ = ["format_bytes", "print_table", "share", "write_document", "write_text"]
 
@@ -57,6 +58,6 @@ def write_text(path: Path, option: str, text: str) -> None:
         ConfigurationError: The file cannot be written.
     """
     try:
-        path.write_text(text, encoding="utf-8")
+        write_named(path, text)
     except OSError as error:
         raise ConfigurationError(f"cannot write {option} {path}: {error.strerror}") from error

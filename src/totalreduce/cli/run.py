@@ -20,6 +20,7 @@ import typer
 
 from totalreduce.foundation.environment import LIVE, current, users_path
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.named_files import read_named
 from totalreduce.foundation.os_errors import describe_error
 from totalreduce.launch.hosts import Host, parse_hosts
 from totalreduce.launch.live import LiveJob
@@ -34,6 +35,7 @@ __all__ = ["run"]
 
 #: Tells the user a sentence.
 _Note = Callable[[str], None]
+_TOKEN_BYTES_MAX = 64 * 1024
 _NUMBER_OF_WORKERS = re.compile(r"-n\d*|--num-workers(=.*)?|--emulate-hosts(=.*)?")
 
 
@@ -353,7 +355,7 @@ def _serve_dashboard(
     token = None
     if token_file is not None:
         try:
-            token = token_file.read_text().strip()
+            token = read_named(token_file, _TOKEN_BYTES_MAX, is_trusted=True).decode("utf-8", "replace").strip()
         except OSError as error:
             raise ConfigurationError(f"the token {token_file} cannot be read: {describe_error(error)}") from error
     page = stack.enter_context(Dashboard(live.board, port=port, token=token))

@@ -14,6 +14,7 @@ from typing import Any
 
 from totalreduce.foundation.config import Tls
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.named_files import read_named
 from totalreduce.foundation.world import World, world_from
 
 __all__ = [
@@ -35,6 +36,8 @@ __all__ = [
 _COMPUTE_MODES = ("auto", "thread", "inline")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _WITHOUT_EFFECT_ON_CODE = frozenset({"NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS", "NUMBA_THREADING_LAYER"})
+#: The longest file with a key that is read.
+_KEY_BYTES_MAX = 64 * 1024
 _TLS_NAMES = ("TOTALREDUCE_TLS_CERT", "TOTALREDUCE_TLS_KEY", "TOTALREDUCE_TLS_CA")
 
 
@@ -219,7 +222,7 @@ def read_job_key(env: Mapping[str, str] | None = None) -> bytes | None:
         return None
     path = Path(env["TOTALREDUCE_JOB_KEY_FILE"])
     try:
-        content = path.read_bytes().strip()
+        content = read_named(path, _KEY_BYTES_MAX, is_trusted=True).strip()
     except OSError as error:
         raise ConfigurationError(
             f"TOTALREDUCE_JOB_KEY_FILE={path}: {error.strerror}. It must be readable on every host."

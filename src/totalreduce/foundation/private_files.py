@@ -20,7 +20,7 @@ from typing import IO, Self, final
 
 from totalreduce.foundation.files import replacing
 
-__all__ = ["PrivateFolder"]
+__all__ = ["PrivateFolder", "check_owner"]
 
 #: Nothing is executed, followed, waited for (a named pipe), or inherited by another program.
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -48,12 +48,12 @@ class PrivateFolder:
         if makes:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if path.is_symlink():
-            _check(path.lstat(), f"the link {path}", is_link=True)
+            check_owner(path.lstat(), f"the link {path}", is_link=True)
             path = path.resolve()
         self.path = path
         self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            _check(os.fstat(self._descriptor), f"the folder {path}")
+            check_owner(os.fstat(self._descriptor), f"the folder {path}")
         except BaseException:
             self.close()
             raise
@@ -160,17 +160,24 @@ class PrivateFolder:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):
                 raise OSError(errno.EPERM, f"{self.path / name} is no file")
-            _check(found, f"the file {self.path / name}")
+            check_owner(found, f"the file {self.path / name}")
             yield descriptor
         finally:
             os.close(descriptor)
 
 
-def _check(found: os.stat_result, what: str, *, is_link: bool = False) -> None:
-    """Raise ``OSError`` if somebody else than this user and root can have written something."""
+def check_owner(found: os.stat_result, what: str, *, is_link: bool = False, only_owner: bool = False) -> None:
+    """Raise ``OSError`` if somebody else than this user and root can have written something.
+
+    Args:
+        found: What it is.
+        what: Its name in errors.
+        is_link: It is a link, whose mode means nothing.
+        only_owner: It is to be written, so others may write to it, too.
+    """
     own = os.geteuid()
     if found.st_uid not in (own, 0):
         raise OSError(errno.EPERM, f"{what} belongs to user {found.st_uid}, and this process runs as user {own}")
-    if not is_link and found.st_mode & _OTHERS_WRITE:
+    if not (is_link or only_owner) and found.st_mode & _OTHERS_WRITE:
         mode = stat.S_IMODE(found.st_mode)
         raise OSError(errno.EPERM, f"others may write to {what} (mode {mode:o}): `chmod go-w` ends that")

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.named_files import read_named, write_named
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.schedules.select import LinkModel, Selector
 
@@ -163,9 +164,7 @@ def read_links(path: Path) -> LinkModel:
         ConfigurationError: The file cannot be read, or does not hold four positive numbers.
     """
     try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(_FILE_BYTES_MAX)
-        document = json.loads(text)
+        document = json.loads(read_named(path, _FILE_BYTES_MAX))
         numbers = {name: float(document[name]) for name in _numbers(LinkModel())}
     except OSError as error:
         raise ConfigurationError(
@@ -188,7 +187,7 @@ def write_links(path: Path, links: LinkModel) -> None:
         ConfigurationError: The file cannot be written.
     """
     try:
-        path.write_text(json.dumps(_numbers(links), indent=1) + "\n", encoding="utf-8")
+        write_named(path, json.dumps(_numbers(links), indent=1) + "\n")
     except OSError as error:
         raise ConfigurationError(f"cannot write the links {path}: {error.strerror}") from error
 

@@ -13,6 +13,7 @@ from typing import final
 
 from totalreduce.foundation.environment import users_path
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.named_files import read_named
 from totalreduce.foundation.os_errors import describe_error
 from totalreduce.launch.address import towards
 from totalreduce.launch.emulate import EmulatedHost
@@ -97,12 +98,9 @@ def read_host_file(path: Path) -> tuple[Host, ...]:
         ConfigurationError: It cannot be read, or has something else in it.
     """
     try:
-        with path.open("rb") as file:
-            content = file.read(_FILE_BYTES_MAX + 1)
+        content = read_named(path, _FILE_BYTES_MAX, is_trusted=True)
     except OSError as error:
         raise ConfigurationError(f"the hosts file {path} cannot be read: {describe_error(error)}") from error
-    if len(content) > _FILE_BYTES_MAX:
-        raise ConfigurationError(f"the hosts file {path} is longer than {_FILE_BYTES_MAX} bytes")
     return parse_host_file(content.decode("utf-8", "replace"), str(path))
 
 

@@ -27,6 +27,7 @@ import torch
 
 from totalreduce.coordination.config import CoordinationConfig
 from totalreduce.foundation.errors import ConfigurationError, TotalReduceError
+from totalreduce.foundation.named_files import read_named, write_named
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.native.collectives import NativeCollectives
 
@@ -115,7 +116,7 @@ def write_settings(config: CoordinationConfig, path: str | Path) -> None:
         OSError: The file cannot be written.
     """
     document = {"format": _FORMAT, "settings": config.shared()}
-    Path(path).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    write_named(Path(path), json.dumps(document, indent=2) + "\n")
 
 
 def read_settings(path: str | Path) -> CoordinationConfig:
@@ -125,8 +126,7 @@ def read_settings(path: str | Path) -> CoordinationConfig:
         ConfigurationError: There is no such file, or something else in it.
     """
     try:
-        text = Path(path).read_bytes()[:_FILE_BYTES_MAX]
-        document: Any = json.loads(text)
+        document: Any = json.loads(read_named(Path(path), _FILE_BYTES_MAX))
         if document["format"] != _FORMAT:
             raise ValueError(f"its format is {document['format']!r}, not {_FORMAT!r}")
         return CoordinationConfig(**document["settings"])

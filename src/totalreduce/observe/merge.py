@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.named_files import read_named
 from totalreduce.observe.chrome_trace import FORMAT, write_trace
 
 __all__ = ["merge_timelines", "merged_trace", "write_merged"]
 
+#: The longest timeline that is read; JSON of this length takes several times as much memory.
+_FILE_BYTES_MAX = 1 << 30
 _MERGED_FORMAT = f"{FORMAT}-merged"
 
 
@@ -70,7 +73,7 @@ def _origins(headers: Sequence[dict[str, Any]]) -> list[float]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        trace: Any = json.loads(path.read_text("utf-8"))
+        trace: Any = json.loads(read_named(path, _FILE_BYTES_MAX))
     except OSError as error:
         raise ConfigurationError(f"cannot read the timeline {path}: {error.strerror}") from error
     except ValueError as error:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, NamedTuple, final
 
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.named_files import open_for_writing
 from totalreduce.foundation.os_errors import describe_error
 
 __all__ = ["Loss", "ReportWriter", "is_of_place", "open_report"]
@@ -324,8 +325,7 @@ def open_report(path: Path, what: str, warn: Callable[[str], object]) -> ReportW
     """
     name = f"{what} {path}"
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC
-        return ReportWriter(name, os.open(path, flags, 0o666), warn, is_own=True)
+        return ReportWriter(name, open_for_writing(path), warn, is_own=True)
     except OSError as error:
         if not is_of_place(error):
             raise ConfigurationError(f"cannot write {name}: {describe_error(error)}") from error

@@ -12,7 +12,9 @@ ranks of an epoch have a random *token* in common, which ``part.json`` has.
 
 A part holds the tensors of the state and, as the tensor ``document``, their place in the nested values
 (``groups.encoding``), so no value is pickled. The index of ``torch.distributed.checkpoint`` itself (``.metadata``) is a
-pickle: read only folders that you trust.
+pickle, of which only the classes of an index are loaded (``_IndexReader``), and tensors are read with
+``weights_only=True``. So a folder may belong to a team: whoever can write to it can change the weights, and cannot have
+code run.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
+import pickle
 import shutil
 import signal
 import threading
@@ -34,6 +38,7 @@ import torch
 
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError, RecoveryError
+from totalreduce.foundation.named_files import read_named, reading
 from totalreduce.foundation.os_errors import describe_error
 from totalreduce.groups.encoding import decode, encode
 from totalreduce.groups.group import Group
@@ -43,10 +48,34 @@ __all__ = ["Snapshots", "share_token", "whole_versions"]
 _log = logging.getLogger(__name__)
 
 _SHARED = "shared"
-_PART_FILE = "part.json"
+_PART_FILE, _INDEX_FILE = "part.json", ".metadata"
+_PART_BYTES_MAX = 16 << 20
 _PREFIX = "version-"
 #: The version of the format of a part, which is in its description. Raise it if a part changes.
 _FORMAT = 1
+#: What the pickle of an index names, besides dtypes.
+_IN_INDEX = frozenset(
+    {
+        *(
+            ("torch.distributed.checkpoint.metadata", name)
+            for name in (
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "TensorProperties",
+                "TensorStorageMetadata",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        *(("pathlib", name) for name in ("Path", "PosixPath")),
+        *(("pathlib._local", name) for name in ("Path", "PosixPath")),
+    }
+)
 
 
 @final
@@ -303,7 +332,7 @@ class Snapshots:
     def _about(self, version: int, part: str) -> dict[str, Any]:
         path = self._path(version, part) / _PART_FILE
         try:
-            about: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            about: dict[str, Any] = json.loads(read_named(path, _PART_BYTES_MAX))
             written = about["format"]
             about["version"], about["has_own"], about["files"].items()
             about["world_size"] = int(about["world_size"])
@@ -329,19 +358,18 @@ class Snapshots:
         for name, expected in about["files"].items():
             file = path / name
             try:
-                found = _fingerprint(file)
+                found = _fingerprint(file, expected["bytes"])
             except OSError as error:
                 raise RecoveryError(f"the snapshot's file {file} cannot be read: {describe_error(error)}") from error
             if found != expected:
                 raise RecoveryError(
-                    f"the snapshot's file {file} is damaged: it has {found['bytes']} bytes with SHA-256 "
-                    f"{found['sha256'][:12]}…, and was written with {expected['bytes']} bytes and "
-                    f"{expected['sha256'][:12]}…. Remove the folder {path.parent} to use the version before"
+                    f"the snapshot's file {file} is damaged: it has {_shown(found)}, and was written with "
+                    f"{_shown(expected)}. Remove the folder {path.parent} to use the version before"
                 )
         from torch.distributed.checkpoint.api import CheckpointException
 
         try:
-            tensors = _tensors_in(path)
+            tensors = _tensors_in(path, {name: each["bytes"] for name, each in about["files"].items()})
             document = bytes(tensors.pop("document").numpy()).decode()
             return decode(document, [tensors[f"tensor-{index}"] for index in range(len(tensors))])
         except ConfigurationError:  # a value of a type that this process does not have
@@ -448,14 +476,43 @@ def _about(version: int, world_size: int, token: str, *, has_own: bool) -> dict[
     return {"format": _FORMAT, "version": version, "world_size": world_size, "has_own": has_own, "token": token}
 
 
-def _tensors_in(path: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a checkpoint of ``torch.distributed.checkpoint``."""
+@final
+class _IndexReader(pickle.Unpickler):
+    """Loads the index of a checkpoint, and nothing else: a pickle names what is called, and may name anything."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class of an index, or a dtype."""
+        if (module, name) in _IN_INDEX or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"its index names {module}.{name}, which no index of a snapshot does")
+
+
+def _tensors_in(path: Path, files: dict[str, int]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint of ``torch.distributed.checkpoint``, whose files have so many bytes.
+
+    Raises:
+        pickle.UnpicklingError: The index has something else in it, names other files, or says that the tensors are
+            longer than the files.
+    """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
+    with reading(path / _INDEX_FILE) as file:
+        index = _IndexReader(file).load()
     reader = FileSystemReader(path)
-    entries = reader.read_metadata().state_dict_metadata
+    reader.read_metadata = lambda *_, **__: index  # type: ignore[method-assign]  # torch's would load any pickle
+    entries = index.state_dict_metadata
+    lengths = [
+        math.prod(entry.size) * entry.properties.dtype.itemsize
+        for entry in entries.values()
+        if isinstance(entry, TensorStorageMetadata)
+    ]
+    if sum(lengths) > sum(files.values()):
+        raise pickle.UnpicklingError(f"its index has tensors of {sum(lengths):,} bytes, which its files do not have")
+    for place in index.storage_data.values():
+        if place.relative_path not in files:
+            raise pickle.UnpicklingError(f"its index names the file {place.relative_path}, which is not of this part")
     tensors = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
         for key, entry in entries.items()
@@ -504,6 +561,14 @@ def _cause(error: BaseException) -> BaseException:
     return first if cause is None else cause
 
 
-def _fingerprint(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+def _shown(fingerprint: dict[str, Any]) -> str:
+    digest = fingerprint["sha256"]
+    return f"{fingerprint['bytes']} bytes" + (f" with SHA-256 {digest[:12]}…" if digest else "")
+
+
+def _fingerprint(path: Path, bytes_expected: int | None = None) -> dict[str, Any]:
+    """Return the size and the digest of a file; without the digest if it is not as long as expected."""
+    with reading(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        is_read = bytes_expected is None or size == bytes_expected
+        return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest() if is_read else ""}

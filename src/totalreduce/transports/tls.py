@@ -26,6 +26,7 @@ from typing import cast, final
 
 from totalreduce.foundation.config import Tls
 from totalreduce.foundation.errors import AuthenticationError, ConfigurationError
+from totalreduce.foundation.named_files import read_named
 
 __all__ = ["HIDDEN_BYTES_MAX", "HungUp", "TlsChannel", "TlsCredentials"]
 
@@ -45,6 +46,8 @@ _SPEAK_TLS = bytes.fromhex("15 0303 0002 0246")
 #: Codes of X.509 verification (``X509_V_ERR_*``) that mean "no chain to the authority".
 _NOT_SIGNED = frozenset({2, 18, 19, 20, 21})
 _NOT_YET_VALID, _EXPIRED = 9, 10
+#: The longest file of certificates that is read; those of all public authorities take 256 KiB.
+_FILE_BYTES_MAX = 4 << 20
 
 
 class HungUp(ConnectionResetError):
@@ -290,7 +293,7 @@ def _context(side: ssl._SSLMethod, tls: Tls) -> ssl.SSLContext:
     context.verify_mode = ssl.CERT_REQUIRED
     for path in (tls.cert, tls.key, tls.ca):
         try:
-            Path(path).read_bytes()
+            read_named(Path(path), _FILE_BYTES_MAX, is_trusted=True)
         except OSError as error:
             raise ConfigurationError(f"TLS: {path}: {error.strerror}; it must be readable on every host") from error
     if side is ssl.PROTOCOL_TLS_SERVER and Path(tls.key).stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
