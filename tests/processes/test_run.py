@@ -192,10 +192,14 @@ raise RuntimeError("rank 1 is lost: it has closed the group")"""
     )
     code, _, errors = finish(launcher("-n", 3, path))
     assert code == 1
+    place = rf'{re.escape(str(path))}:\d+ \(if rank == 1: raise ValueError\("bad data"\)\)'
     assert re.search(
-        r"^totalreduce: rank 1 failed first: exit code 1 after \d+\.\d s: ValueError: bad data$", errors, re.M
+        rf"^totalreduce: rank 1 failed first at {place}: ValueError: bad data\n"
+        rf"totalreduce:   {place}\n"
+        r"totalreduce:   exit code 1 after \d+\.\d s$",
+        errors,
+        re.M,
     )
-    assert "\ntotalreduce:   ValueError: bad data\ntotalreduce:   cleanup 0\n" in errors
 
 
 def test_a_worker_that_the_kernel_has_killed_for_want_of_memory(script, monkeypatch):
@@ -225,8 +229,28 @@ def test_with_recovery_each_loss_is_said_with_its_error_and_the_end_has_that_of_
         "rank 0 is started again (0 restarts left)",
         "rank 0 failed with exit code 1: ValueError: bad data 1",
     ]
-    assert said[3].endswith(" s: ValueError: bad data 1")
-    assert "  ValueError: bad data 0" not in said, "that was another process"
+    source = """raise ValueError(f"bad data {os.environ['TOTALREDUCE_INCARNATION']}")"""
+    place = next(line for line in said if "failed first" in line)
+    assert re.fullmatch(rf"rank 0 failed first at .*:\d+ \({re.escape(source)}\): ValueError: bad data 1", place)
+    assert not any("bad data 0" in line for line in said[3:]), "that was another process"
+
+
+@pytest.mark.parametrize(("bad_ranks", "num_restarts"), [("1", 1), ("01", 0)])
+def test_an_error_of_the_program_costs_at_most_one_restart(launcher, script, bad_ranks, num_restarts):
+    """A second start, or all ranks, fail at the same place by the same error: more starts would do so, too."""
+    path = script(
+        f"""
+def step(): raise ValueError("bad data of a rank %d" % rank)
+if str(rank) in "{bad_ranks}": step()
+signal.pause()"""
+    )
+    code, _, errors = finish(launcher("-n", 2, "--on-loss", "replace", path))
+    assert code == 1
+    who = "ranks 0 and 1" if num_restarts == 0 else "rank 1"
+    assert f"totalreduce: {who} failed first at {path}:" in errors
+    assert "RecoveryError" not in errors
+    assert errors.count("is started again") == num_restarts
+    assert errors.count("That is the program's error: ") == 1
 
 
 def test_a_killed_worker_and_survivors_that_print_their_own_error(launcher, script, tmp_path):

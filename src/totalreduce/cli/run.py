@@ -22,6 +22,7 @@ from totalreduce.foundation.environment import LIVE, current, users_path
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.named_files import read_named
 from totalreduce.foundation.os_errors import describe_error
+from totalreduce.launch.ending import describe_failures
 from totalreduce.launch.hosts import Host, parse_hosts
 from totalreduce.launch.live import LiveJob
 from totalreduce.launch.local import EmulateOptions, HostOptions, RecoveryOptions, RunResult, run_workers
@@ -444,14 +445,8 @@ def _say_what_was_chosen(
 def _report(result: RunResult, timeout_s: float | None, note: _Note) -> None:
     failure = result.first_failure
     if failure is not None:
-        where = "" if failure.host == "localhost" else f" on {failure.host}"
-        error = f": {failure.error}" if failure.error else ""
-        note(f"rank {failure.rank}{where} failed first: {failure.describe()} after {failure.seconds:.1f} s{error}")
-        for line in failure.last_errors:
-            note(f"  {line}")
-        others = [w for w in result.workers if w.rank != failure.rank]
-        if others:
-            note("the others: " + "; ".join(f"rank {w.rank} {w.describe()}" for w in others[:8]))
+        for line in describe_failures(failure, result.workers, os.getcwd()):
+            note(line)
     if result.timed_out:
         note(f"stopped after --timeout {timeout_s:g} s")
     if result.interrupted_by:

@@ -7,21 +7,24 @@ import signal
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from totalreduce.launch.tracebacks import usage_error, without_rank
 from totalreduce.launch.workers import WorkerResult
 
-__all__ = ["Escalation", "Failure", "failure_of", "find_first_failure"]
+__all__ = ["Escalation", "Failure", "describe_failures", "failure_of", "find_first_failure"]
 
 #: The last line of a traceback that ends in ``PeerLost``, or in another library's error made of it.
 _LOSS = re.compile(r"^[\w.]+: rank (\d+) is lost: ")
 #: What a program makes of such an error that it catches, in its last line.
 _LOSS_IN_TEXT = re.compile(r"\brank (\d+) is lost: ")
-#: What torch writes before each line of a traceback.
-_OF_TORCH = re.compile(r"^\[rank\d+\]: ?")
+#: The first line about an error of the syntax, before which no such line is.
+_OF_SYNTAX = re.compile(r'^  File ".+", line \d+$')
 _TRACEBACK = "Traceback (most recent call last):"
 #: What stands before the traceback of an error that does not end a process.
 _HARMLESS = ("Exception ignored in", "Exception in thread", "--- Logging error ---")
 #: The number of lines of a worker's standard error that are shown, and how many of them come after its error.
 _LINES, _LINES_AFTER = 10, 2
+#: How many lines of the first failure, of other failures, and other ranks are shown.
+_OTHERS = 8
 
 
 class Failure(NamedTuple):
@@ -30,24 +33,29 @@ class Failure(NamedTuple):
     Attributes:
         error: The line of the exception that has ended it; "" if there is none.
         lines: Lines around it; the last ones if there is none.
+        traceback: The lines of its traceback, with the line of the exception; none if there is none.
     """
 
     error: str
     lines: tuple[str, ...]
+    traceback: tuple[str, ...] = ()
 
 
 def failure_of(lines: Sequence[str]) -> Failure:
     """Return what the last lines of standard error say: programs may write many lines after their exception."""
-    plain = [_OF_TORCH.sub("", line) for line in lines]
-    found: int | None = None
+    plain = [without_rank(line) for line in lines]
+    first, found = 0, None
     for begin, line in enumerate(plain):
-        if line == _TRACEBACK and not (begin and plain[begin - 1].startswith(_HARMLESS)):
-            after = (index for index in range(begin + 1, len(plain)) if not plain[index].startswith(" "))
-            found = next(after, found)
+        before = plain[begin - 1] if begin else ""
+        is_begin = line == _TRACEBACK and not before.startswith(_HARMLESS)
+        if is_begin or (_OF_SYNTAX.match(line) and before != _TRACEBACK and not before.startswith(" ")):
+            end = next((index for index in range(begin + 1, len(plain)) if not plain[index].startswith(" ")), None)
+            if end is not None:
+                first, found = begin, end
     if found is None:
-        return Failure("", tuple(lines[-_LINES:]))
+        return Failure(usage_error(plain), tuple(lines[-_LINES:]))
     end = len(lines) if found >= len(lines) - _LINES else found + 1 + _LINES_AFTER
-    return Failure(plain[found], tuple(lines[max(0, end - _LINES) : end]))
+    return Failure(plain[found], tuple(lines[max(0, end - _LINES) : end]), tuple(plain[first : found + 1]))
 
 
 class Escalation:
@@ -104,6 +112,8 @@ def find_first_failure(first_to_end: WorkerResult, results: Sequence[WorkerResul
     found = first_to_end
     while True:
         lost = _lost_rank(found)
+        if lost is None and found.trace.kind == "RecoveryError":  # it says that all have failed, and not why
+            return next((each for each in results if each.trace.of_program), found)
         if lost in seen:  # ranks that lost each other, for instance by a cut cable: nothing says which failed first
             return first_to_end
         if lost is None or lost not in by_rank:
@@ -117,8 +127,51 @@ def find_first_failure(first_to_end: WorkerResult, results: Sequence[WorkerResul
 
 def _lost_rank(result: WorkerResult) -> int | None:
     """Return the rank that a worker's last error calls lost."""
-    plain = [_OF_TORCH.sub("", line).strip() for line in result.last_errors]
+    plain = [without_rank(line).strip() for line in result.last_errors]
     found = [match for line in plain if (match := _LOSS.match(line))]
     if not found and plain and not result.error:
         found = [match for match in [_LOSS_IN_TEXT.search(plain[-1])] if match]
     return int(found[-1][1]) if found else None
+
+
+def describe_failures(first: WorkerResult, results: Sequence[WorkerResult], folder: str) -> list[str]:
+    """Return the lines that tell a user why a run has failed: the line of his file comes first.
+
+    Ranks that have failed by one error at one place are shown once, each other error of the program by itself, and
+    last those that have ended because others have.
+
+    Args:
+        first: The worker that has failed first.
+        results: The ends of all workers.
+        folder: The folder from which paths are shown.
+    """
+    groups: dict[str, list[WorkerResult]] = {}
+    for each in (first, *results):
+        error = each.trace.of_program
+        if each.rank != first.rank and (not error or each.exit_code == 0):
+            continue
+        group = groups.setdefault(error if each.trace.frames else f"rank {each.rank}", [])
+        if all(known.rank != each.rank for known in group):
+            group.append(each)
+    lines: list[str] = []
+    for index, group in enumerate(list(groups.values())[:_OTHERS]):
+        lines += _described(group, folder, is_first=index == 0)
+    shown = {each.rank for group in groups.values() for each in group}
+    others = [each for each in results if each.rank not in shown]
+    if others:
+        more = f"; {len(others) - _OTHERS} more" if len(others) > _OTHERS else ""
+        lines.append("the others: " + "; ".join(f"rank {w.rank} {w.describe()}" for w in others[:_OTHERS]) + more)
+    return lines
+
+
+def _described(group: Sequence[WorkerResult], folder: str, *, is_first: bool) -> list[str]:
+    """Return the lines about ranks that have failed in the same way."""
+    one, ranks = group[0], sorted(each.rank for each in group)
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    where = "" if one.host == "localhost" or len(ranks) > 1 else f" on {one.host}"
+    what = f"{who}{where} failed first" if is_first else f"{who}{where} failed, too"
+    end = f"{one.describe()} after {one.seconds:.1f} s"
+    if one.trace.own is None:
+        error = f": {one.error}" if one.error else ""
+        return [f"{what}: {end}{error}", *(f"  {line}" for line in one.last_errors)]
+    return [f"{what} at {one.trace.own.describe(folder)}: {one.error}", *one.trace.folded(folder), f"  {end}"]

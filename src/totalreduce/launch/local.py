@@ -37,6 +37,7 @@ from totalreduce.launch.hosts import Host, HostPool
 from totalreduce.launch.live import LiveJob
 from totalreduce.launch.output import Output, Relay, Streams, open_relay
 from totalreduce.launch.placement import HostOptions, HostsFile, Placement, is_this_host, launcher_address
+from totalreduce.launch.program_errors import ProgramErrors
 from totalreduce.launch.recovery import Keeper, RecoveryOptions, Restarts, Seats, event, worker_variables
 from totalreduce.launch.spares import Spare, Spares
 from totalreduce.launch.workers import (
@@ -159,7 +160,7 @@ def run_workers(
             common.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             common |= worker_variables(recovery, seats, address, port)
             file = None if hosts is None or hosts.file is None else HostsFile(hosts.file, hosts.hosts)
-            kept = _Recovery(recovery, keeper, Restarts(recovery, seats), Spares(), file)
+            kept = _Recovery(recovery, keeper, Restarts(recovery, seats), Spares(), file, ProgramErrors())
         placement = Placement(
             pool, argv, common, num_local=num_local, serving=seats.serving, options=hosts, emulated=emulated
         )
@@ -217,6 +218,7 @@ class _Recovery(NamedTuple):
     restarts: Restarts
     spares: Spares
     file: HostsFile | None
+    errors: ProgramErrors
 
 
 class _Supervisor:
@@ -313,6 +315,7 @@ class _Supervisor:
                 self._live.note(event("started", rank=rank, incarnation=0, pid=worker.process.pid, host=worker.host))
             return worker
         recovery.restarts.started(rank, now)
+        recovery.errors.started(rank)
         self._relay.forget_errors(rank)
         incarnation, place = recovery.restarts.incarnations[rank], placement.pool.place_of(rank)
         spare = None if place is None else recovery.spares.take(place.host, serves=rank in placement.serving)
@@ -426,7 +429,7 @@ class _Supervisor:
     def _end_of(self, worker: Worker) -> WorkerResult:
         """Return the result of a worker that has ended, with what its standard error says."""
         failure = failure_of(self._relay.last_errors(worker.rank))
-        return worker.result(failure.lines, failure.error)
+        return worker.result(failure.lines, failure.error, failure.traceback)
 
     def _all_done(self) -> bool:
         if self._placement.waiting or not all(worker.ended for worker in self._workers.values()):
@@ -502,7 +505,18 @@ class _Supervisor:
             self._host_failed(recovery, worker, restarts.seconds_since_start(rank, now), now)
         if is_leaving or worker.has_lost_host:
             return not restarts.displaced(rank, self._num_running)
+        error = "" if end.trace.is_of_host and self._placement.blacklists else end.trace.of_program
+        is_repeated = recovery.errors.is_repeated(rank, error, now)
+        is_everywhere = not self._num_running and recovery.errors.are_equal(self._seats_of_workers)
+        if is_repeated or is_everywhere:
+            recovery.options.on_event(event("program failed", rank=rank, at=error, everywhere=is_everywhere))
+            return is_everywhere or not restarts.is_enough(self._num_running)
         return not restarts.failed(rank, self._num_running, now, by_signal=worker.ended_by_signal)
+
+    @property
+    def _seats_of_workers(self) -> list[int]:
+        """The seats for which a process was started, without those that only serve."""
+        return [rank for rank in self._workers if rank not in self._placement.serving]
 
     @property
     def _num_running(self) -> int:
@@ -614,6 +628,7 @@ class _Supervisor:
             elif "members" in word:
                 recovery.options.on_event(event("epoch", **word))
                 recovery.restarts.begun()
+                recovery.errors.joined([member["seat"] for member in word["members"]], now)
                 self._start_spares(recovery)  # not before, because the ranks need the cores to recover
 
     def _send_all(self, number: signal.Signals) -> None:

@@ -88,8 +88,9 @@ class RecoveryOptions:
         spares: How many processes wait on each host to replace a worker, and as many again to replace a rank that only
             serves, if there are some (``spares``).
         on_event: Is called with each event: a dictionary with ``event`` (``ended``, ``started``, ``suspected``,
-            ``epoch``, ``start failed``, ``spare ended``, ``keeper``, ``values refused``, ``host added``,
-            ``host removed``, ``host blacklisted``, ``host back`` or ``hosts refused``) and its details, JSON values.
+            ``epoch``, ``program failed``, ``start failed``, ``spare ended``, ``keeper``, ``values refused``,
+            ``host added``, ``host removed``, ``host blacklisted``, ``host back`` or ``hosts refused``) and its details,
+            JSON values.
     """
 
     on_loss: Literal["replace", "shrink"]
@@ -210,6 +211,10 @@ class Restarts:
             self._due[rank] = now + (self._pauses[rank] if soon else 0.0)
             self._pauses[rank] = min(2 * self._pauses[rank], _PAUSE_MAX_S) if soon else _PAUSE_S
             return True
+        return self.is_enough(num_running)
+
+    def is_enough(self, num_running: int) -> bool:
+        """Return whether the run goes on without a worker that has failed and is not started again."""
         return self._options.on_loss == "shrink" and num_running + len(self._due) >= self._options.min_ranks
 
     def finished(self) -> None:

@@ -20,6 +20,7 @@ from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.os_errors import describe_error
 from totalreduce.launch.hosts import Place
 from totalreduce.launch.programs import send_to_program
+from totalreduce.launch.tracebacks import Trace
 
 __all__ = [
     "OUT_OF_MEMORY",
@@ -74,6 +75,7 @@ class WorkerResult:
         was_stopped: Whether the launcher has sent it a signal to end it.
         is_out_of_memory: Whether the kernel has probably killed it because memory was short: it was not stopped and was
             killed by SIGKILL, and the kernel has killed a process of its host for that reason meanwhile.
+        traceback: The lines of the traceback of its exception, if its standard error shows one.
     """
 
     rank: int
@@ -86,6 +88,14 @@ class WorkerResult:
     error: str = ""
     was_stopped: bool = False
     is_out_of_memory: bool = False
+    traceback: tuple[str, ...] = ()
+
+    @property
+    def trace(self) -> Trace:
+        """The exception that has ended it, and its place; without an error if a signal has ended it."""
+        if self.signal is not None:
+            return Trace((), "")
+        return Trace.of(self.traceback, self.error)
 
     def describe(self) -> str:
         """Return ``exit code 3`` or ``killed by SIGKILL``, with what is known of the reason."""
@@ -278,7 +288,7 @@ class Worker:
         else:
             self.process.wait()
 
-    def result(self, last_errors: tuple[str, ...], error: str = "") -> WorkerResult:
+    def result(self, last_errors: tuple[str, ...], error: str = "", traceback: tuple[str, ...] = ()) -> WorkerResult:
         """Return the result of its end; the arguments are those of ``WorkerResult``."""
         ended_at = self._started_at if self._ended_at is None else self._ended_at
         seconds = round(ended_at - self._started_at, 3)
@@ -287,6 +297,7 @@ class Worker:
             *(self.rank, self.process.pid, self._exit_code, number, seconds, last_errors, self.host, error),
             was_stopped=self._was_stopped,
             is_out_of_memory=self._is_out_of_memory,
+            traceback=traceback,
         )
 
 
