@@ -142,6 +142,14 @@ def test_without_a_line_of_the_user_the_last_lines_are_shown() -> None:
 
 FAULTS = {
     "an error of the program": (DEEP, "ValueError at /home/me/train.py:12"),
+    "in the standard library": (
+        (
+            *DEEP[:5],
+            '  File "/usr/lib/python3.11/json/decoder.py", line 8, in raw_decode',
+            "json.JSONDecodeError: Extra data",
+        ),
+        "JSONDecodeError at /home/me/train.py:12",
+    ),
     "of the library's arguments": ((*DEEP[:5], "totalreduce.foundation.errors.ConfigurationError: no"), "Conf"),
     "only of packages": ((DEEP[0], DEEP[6], "ValueError: bad"), f"ValueError at {TORCH}:0"),
     "of the syntax": (('  File "/home/me/train.py", line 3', "    if", "      ^", "SyntaxError: no"), "SyntaxError at"),
