@@ -507,16 +507,12 @@ class _Supervisor:
             return not restarts.displaced(rank, self._num_running)
         error = "" if end.trace.is_of_host and self._placement.blacklists else end.trace.of_program
         is_repeated = recovery.errors.is_repeated(rank, error, now)
-        is_everywhere = not self._num_running and recovery.errors.are_equal(self._seats_of_workers)
+        workers = self._workers.keys() - set(self._placement.serving)
+        is_everywhere = not self._num_running and recovery.errors.are_equal(workers)
         if is_repeated or is_everywhere:
             recovery.options.on_event(event("program failed", rank=rank, at=error, everywhere=is_everywhere))
             return is_everywhere or not restarts.is_enough(self._num_running)
         return not restarts.failed(rank, self._num_running, now, by_signal=worker.ended_by_signal)
-
-    @property
-    def _seats_of_workers(self) -> list[int]:
-        """The seats for which a process was started, without those that only serve."""
-        return [rank for rank in self._workers if rank not in self._placement.serving]
 
     @property
     def _num_running(self) -> int:

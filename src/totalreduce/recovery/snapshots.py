@@ -12,7 +12,7 @@ ranks of an epoch have a random *token* in common, which ``part.json`` has.
 
 A part holds the tensors of the state and, as the tensor ``document``, their place in the nested values
 (``groups.encoding``), so no value is pickled. The index of ``torch.distributed.checkpoint`` itself (``.metadata``) is a
-pickle, of which only the classes of an index are loaded (``_IndexReader``), and tensors are read with
+pickle, of which only the classes of an index are loaded (``snapshot_index``), and tensors are read with
 ``weights_only=True``. So a folder may belong to a team: whoever can write to it can change the weights, and cannot have
 code run.
 """
@@ -22,9 +22,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
-import pickle
 import shutil
 import signal
 import threading
@@ -42,40 +40,18 @@ from totalreduce.foundation.named_files import read_named, reading
 from totalreduce.foundation.os_errors import describe_error
 from totalreduce.groups.encoding import decode, encode
 from totalreduce.groups.group import Group
+from totalreduce.recovery.snapshot_index import tensors_in
 
 __all__ = ["Snapshots", "share_token", "whole_versions"]
 
 _log = logging.getLogger(__name__)
 
 _SHARED = "shared"
-_PART_FILE, _INDEX_FILE = "part.json", ".metadata"
+_PART_FILE = "part.json"
 _PART_BYTES_MAX = 16 << 20
 _PREFIX = "version-"
 #: The version of the format of a part, which is in its description. Raise it if a part changes.
 _FORMAT = 1
-#: What the pickle of an index names, besides dtypes.
-_IN_INDEX = frozenset(
-    {
-        *(
-            ("torch.distributed.checkpoint.metadata", name)
-            for name in (
-                "BytesStorageMetadata",
-                "ChunkStorageMetadata",
-                "Metadata",
-                "MetadataIndex",
-                "StorageMeta",
-                "TensorProperties",
-                "TensorStorageMetadata",
-                "_MEM_FORMAT_ENCODING",
-            )
-        ),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("torch", "Size"),
-        ("torch.serialization", "_get_layout"),
-        *(("pathlib", name) for name in ("Path", "PosixPath")),
-        *(("pathlib._local", name) for name in ("Path", "PosixPath")),
-    }
-)
 
 
 @final
@@ -369,7 +345,7 @@ class Snapshots:
         from torch.distributed.checkpoint.api import CheckpointException
 
         try:
-            tensors = _tensors_in(path, {name: each["bytes"] for name, each in about["files"].items()})
+            tensors = tensors_in(path, {name: each["bytes"] for name, each in about["files"].items()})
             document = bytes(tensors.pop("document").numpy()).decode()
             return decode(document, [tensors[f"tensor-{index}"] for index in range(len(tensors))])
         except ConfigurationError:  # a value of a type that this process does not have
@@ -474,52 +450,6 @@ def share_token(group: Group, snapshots: Snapshots | None) -> None:
 
 def _about(version: int, world_size: int, token: str, *, has_own: bool) -> dict[str, Any]:
     return {"format": _FORMAT, "version": version, "world_size": world_size, "has_own": has_own, "token": token}
-
-
-@final
-class _IndexReader(pickle.Unpickler):
-    """Loads the index of a checkpoint, and nothing else: a pickle names what is called, and may name anything."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return a class of an index, or a dtype."""
-        if (module, name) in _IN_INDEX or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"its index names {module}.{name}, which no index of a snapshot does")
-
-
-def _tensors_in(path: Path, files: dict[str, int]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a checkpoint of ``torch.distributed.checkpoint``, whose files have so many bytes.
-
-    Raises:
-        pickle.UnpicklingError: The index has something else in it, names other files, or says that the tensors are
-            longer than the files.
-    """
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    with reading(path / _INDEX_FILE) as file:
-        index = _IndexReader(file).load()
-    reader = FileSystemReader(path)
-    reader.read_metadata = lambda *_, **__: index  # type: ignore[method-assign]  # torch's would load any pickle
-    entries = index.state_dict_metadata
-    lengths = [
-        math.prod(entry.size) * entry.properties.dtype.itemsize
-        for entry in entries.values()
-        if isinstance(entry, TensorStorageMetadata)
-    ]
-    if sum(lengths) > sum(files.values()):
-        raise pickle.UnpicklingError(f"its index has tensors of {sum(lengths):,} bytes, which its files do not have")
-    for place in index.storage_data.values():
-        if place.relative_path not in files:
-            raise pickle.UnpicklingError(f"its index names the file {place.relative_path}, which is not of this part")
-    tensors = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
-        for key, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
 
 
 def _shard(rank: int) -> str:
