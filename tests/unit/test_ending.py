@@ -210,5 +210,10 @@ def test_one_error_of_all_ranks_needs_no_second_start() -> None:
         errors.is_repeated(seat, "ValueError at a:1", 0.0)
     assert errors.are_equal(range(3))
     assert not errors.are_equal([0]), "nobody else"
+    errors.started(0)
+    assert errors.are_equal(range(3)), "another start was faster than the errors of the other ranks"
+    errors.joined([0], 1.0)
+    assert not errors.are_equal(range(3)), "another start has helped"
+    errors.started(0)
     errors.is_repeated(2, "KeyError at a:1", 0.0)
     assert not errors.are_equal(range(3))

@@ -508,7 +508,7 @@ class _Supervisor:
         error = "" if end.trace.is_of_host and self._placement.blacklists else end.trace.of_program
         is_repeated = recovery.errors.is_repeated(rank, error, now)
         workers = self._workers.keys() - set(self._placement.serving)
-        is_everywhere = not self._num_running and recovery.errors.are_equal(workers)
+        is_everywhere = recovery.errors.are_equal(workers)
         if is_repeated or is_everywhere:
             recovery.options.on_event(event("program failed", rank=rank, at=error, everywhere=is_everywhere))
             return is_everywhere or not restarts.is_enough(self._num_running)

@@ -39,12 +39,12 @@ class ProgramErrors:
             now: The time in seconds.
         """
         before = self._errors.get(seat, "")
-        if now - self._member_since.get(seat, now) >= _MEMBER_S:
+        if now - self._member_since.pop(seat, now) >= _MEMBER_S:
             before = self._errors[seat] = ""
         self._errors[seat] = error or before
         return error != "" and error == before
 
     def are_equal(self, seats: Collection[int]) -> bool:
-        """Whether several seats have failed by one error of the program."""
-        errors = {self._errors.get(seat, "") for seat in seats}
+        """Whether several seats have failed by one error of the program, and no process has been a rank since."""
+        errors = {"" if seat in self._member_since else self._errors.get(seat, "") for seat in seats}
         return len(seats) > 1 and len(errors) == 1 and "" not in errors

@@ -86,8 +86,8 @@ def describe_event(event: Mapping[str, Any]) -> Iterator[str]:
         how = "is replaced by a spare process" if event["was_spare"] else "is started again"
         yield f"rank {rank} {how} ({event['restarts_left']} restarts left)"
     elif kind == "program failed":
-        when = "on all ranks" if event["everywhere"] else "as before"
-        yield f"rank {rank} has failed {when}: {event['at']}. That is the program's error: it is not started again"
+        who = "all ranks have failed by one error" if event["everywhere"] else f"rank {rank} has failed as before"
+        yield f"{who}: {event['at']}. That is the program's error: it is not started again"
     elif kind == "start failed":
         what = "a spare process" if rank is None else f"rank {rank}"
         yield f"{what} cannot be started on {event['host']}: {event['error']}"
