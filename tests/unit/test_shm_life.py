@@ -16,7 +16,9 @@ from totalreduce.foundation.errors import ConfigurationError, ProtocolError
 from totalreduce.transports import shm_memory
 from totalreduce.transports.handshake import JobIdentity
 from totalreduce.transports.shm import listen, shm_available
-from totalreduce.transports.shm_memory import SLEEP_WORD, Mapping, Outbox, OutboxLayout
+from totalreduce.transports.shm_memory import GIVEN_BACK, SLEEP_WORD, Mapping, Outbox, OutboxLayout
+from totalreduce.transports.shm_pool import StagingPool
+from totalreduce.transports.shm_rings import _Loans
 from totalreduce.transports.shm_waiting import ASLEEP, WANTS_ROOM
 
 SMALL = OutboxLayout.choose(2, PIECE, 4 * PIECE)
@@ -128,6 +130,30 @@ def test_messages_with_the_fences_of_other_machines(monkeypatch: pytest.MonkeyPa
         assert host.desks[1].received == [(0, 0, b"abc"), (0, 1, bytes(PIECE))]
     assert set(calls) == {5}
     assert len(calls) - before >= 8
+
+
+def test_memory_that_a_peer_has_given_back_is_written_after_a_fence() -> None:
+    """Between the peer's word and what the program or this rank writes next: a piece of the pool, and a lent body."""
+    layout = OutboxLayout.choose(2, PIECE, 4 * PIECE)
+    outbox, log = Outbox(layout), []
+    pool, peers_words = StagingPool(outbox), memoryview(bytearray(8 * layout.block_words)).cast("Q")
+    piece = pool.stage(memoryview(bytes([1]) * PIECE), None, peers_words)
+    peers_words[GIVEN_BACK + piece.number] = piece.use
+    pool._order = lambda: log.append(("fence", piece.out, int(piece.array[0])))
+    assert pool.stage(memoryview(bytes([2]) * PIECE), None, peers_words) is piece
+    assert log == [("fence", False, 1)]
+    assert piece.array[0] == 2
+
+    log.clear()
+    loans = _Loans(peers_words, layout.pieces, lambda: log.append("fence"))
+    number, use = loans.add(message(b"lent"))
+    desk = SimpleNamespace(message_sent=lambda sent: log.append(bytes(sent.body)))
+    loans.collect(desk)
+    assert log == []
+    peers_words[GIVEN_BACK + number] = use
+    loans.collect(desk)
+    assert log == ["fence", b"lent"]
+    outbox.close()
 
 
 # ----------------------------------------------------------------------------------------------------------- meeting

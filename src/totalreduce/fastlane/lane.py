@@ -311,10 +311,6 @@ class Carriage:
         """The rank whose announcement is a violation."""
         return self.ranks[self.words[exchange.CULPRIT]]
 
-    def has_announced(self, index: int) -> bool:
-        """Return whether the rank with this index in the operation has announced it."""
-        return bool(self.words[self.plan.peers[index] + exchange.PEER_ENTRY])
-
     def progress(self) -> str:
         """Return the progress in words."""
         if not self.has_begun:
@@ -374,7 +370,7 @@ class FastLane:
         words[exchange.KEY] = key - (1 << 64) if key >> 63 else key
         words[exchange.ITERATION] = carriage.iteration
         words[exchange.HOME] = _home(operation.key)
-        words[exchange.ENTRY] = self._entries_at + number * exchange.ENTRY_BYTES
+        words[exchange.ENTRY] = self._entry_of(carriage)
         carriage.write_place(place, buffers)
         if stage is not None:
             self._use_stage(carriage, stage)
@@ -397,11 +393,9 @@ class FastLane:
 
     def needs(self, operation: Operation, peer: int) -> bool:
         """Return whether a peer has not announced an operation, or has not ended its part of it."""
-        carriage = self.carried[operation]
-        index = operation.ranks.index(peer)
-        if not carriage.has_announced(index):
-            self.exchange(exchange.LOOK, carriage.address, 0, 0)
-        return not carriage.has_announced(index) or not self.exchange(exchange.HAS_ENDED, carriage.address, index, 0)
+        address = self.carried[operation].address
+        self.exchange(exchange.LOOK, address, 0, 0)
+        return not self.exchange(exchange.HAS_ENDED, address, operation.ranks.index(peer), 0)
 
     def adopt(self, operation: Operation, carriage: Carriage) -> None:
         """Note the engine's record of an operation that was begun without one."""
@@ -417,7 +411,7 @@ class FastLane:
         """
         carriage = self.carried.pop(operation)
         if failed:
-            self.exchange(exchange.MARK_FAILED, carriage.address, 0, 0)
+            self.exchange(exchange.MARK_FAILED, carriage.address, carriage.iteration, self._entry_of(carriage))
         carriage.ended, carriage.buffers = True, ()
         if not carriage.has_begun:
             carriage.given_back = True
@@ -484,8 +478,7 @@ class FastLane:
         words[exchange.SPINS], words[exchange.YIELD_NS], words[exchange.TURNS] = self._begin_with[
             carriage.plan.is_short
         ]
-        entry = self._entries_at + carriage.number * exchange.ENTRY_BYTES
-        status = self.exchange(exchange.RESTART, carriage.address, carriage.iteration, entry)
+        status = self.exchange(exchange.RESTART, carriage.address, carriage.iteration, self._entry_of(carriage))
         if words[exchange.WAKE]:
             self._wake(carriage)
         return status
@@ -567,6 +560,10 @@ class FastLane:
         if dtype.is_half and layout.program.partial_sums and layout.partial_dtype is not DType.FLOAT32:
             return False  # the schedule rounds after every addition
         return has_code(dtype, reduction)
+
+    def _entry_of(self, carriage: Carriage) -> int:
+        """Return the address of the entry of an operation."""
+        return self._entries_at + carriage.number * exchange.ENTRY_BYTES
 
     def _free_entry(self, key: tuple[int, int], besides: Carriage | None = None) -> int | None:
         """Return an entry in which an operation may be announced, but none of ``besides``."""

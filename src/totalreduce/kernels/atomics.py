@@ -2,7 +2,8 @@
 
 An address is an integer, because the memory of another process
 is no array of this one. ``load`` and ``store`` keep their order towards other memory accesses (acquire and release);
-``vectors.fence`` also orders a store before a later load.
+``vectors.fence`` also orders a store before a later load. ``load_shared``, ``store_shared`` and ``raise_shared`` do the
+same for words of a block that several threads of this process use.
 """
 
 from __future__ import annotations
@@ -24,15 +25,18 @@ __all__ = [
     "int32_at",
     "int64_at",
     "load",
+    "load_shared",
     "move_bytes",
     "pause",
     "poll",
+    "raise_shared",
     "read_clock",
     "read_process",
     "receive",
     "send_message",
     "set_option",
     "store",
+    "store_shared",
     "stream_block",
     "uint8_at",
     "uint16_at",
@@ -78,12 +82,21 @@ set_option = types.ExternalFunction(
 error_number_at = types.ExternalFunction("__errno_location", types.int64())
 
 
+def _acquire(builder: Any, pointer: Any) -> Any:
+    return builder.load_atomic(pointer, "acquire", 8)
+
+
+def _release(context: Any, builder: Any, word: Any, pointer: Any) -> Any:
+    builder.store_atomic(word, pointer, "release", 8)
+    return context.get_dummy_value()
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def load(_typing: Any, address: Any) -> Any:
     """Return the 64-bit word at ``address``; later accesses happen after it."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.load_atomic(builder.inttoptr(arguments[0], _WORD.as_pointer()), "acquire", 8)
+        return _acquire(builder, builder.inttoptr(arguments[0], _WORD.as_pointer()))
 
     return types.int64(types.int64), generate
 
@@ -93,11 +106,40 @@ def store(_typing: Any, address: Any, word: Any) -> Any:
     """Write the 64-bit word at ``address``; earlier accesses happen before it."""
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        address, word = arguments
-        builder.store_atomic(word, builder.inttoptr(address, _WORD.as_pointer()), "release", 8)
-        return context.get_dummy_value()
+        return _release(context, builder, arguments[1], builder.inttoptr(arguments[0], _WORD.as_pointer()))
 
     return types.void(types.int64, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load_shared(_typing: Any, words: Any, index: Any) -> Any:
+    """Return a word that another thread may write meanwhile; later accesses happen after it."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return _acquire(builder, builder.gep(arguments[0], [arguments[1]]))
+
+    return types.int64(words, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store_shared(_typing: Any, words: Any, index: Any, word: Any) -> Any:
+    """Write a word that another thread may read meanwhile; earlier accesses happen before it."""
+
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return _release(context, builder, arguments[2], builder.gep(arguments[0], [arguments[1]]))
+
+    return types.void(words, types.int64, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def raise_shared(_typing: Any, words: Any, index: Any, word: Any) -> Any:
+    """Write a word that another thread may write meanwhile, unless it is greater; ordered as ``store_shared``."""
+
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        builder.atomic_rmw("max", builder.gep(arguments[0], [arguments[1]]), arguments[2], "acq_rel")
+        return context.get_dummy_value()
+
+    return types.void(words, types.int64, types.int64), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]

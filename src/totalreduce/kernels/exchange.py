@@ -27,6 +27,38 @@ those of a NaN are not defined.
 
 The function (``exchange_code``) works on a *block* of 64-bit integers, whose words the constants name. Addresses are
 those of this process. No call waits longer than ``SPINS`` and ``YIELD_NS`` say.
+
+**The order of accesses.** x86-64 keeps stores in order, and loads; aarch64 does not. So a word that tells another
+thread or another process something is written after what it tells of (release), and read before that (acquire). Words
+of entries, and sleep words, are accessed by ``atomics.load`` and ``atomics.store``; those of the block that are
+``SHARED`` by ``load_shared``, ``store_shared`` and ``raise_shared``. The other words of the block that change are used
+by the thread that moves messages alone. What is constant was written before the engine's lock was released. Python
+reads shared words only to decide whether to call the function, or to tell users of progress.
+
+=================  ===============================  ==================================================================
+word               written by                       who has read it may read then
+=================  ===============================  ==================================================================
+``E_OPERATION``    the entry's rank (``_announce``)  ``E_SIGNATURE``, ``E_SOURCE``, ``E_STAGE``, counters that begin at
+                                                    0, and what the rank staged when it announced the operation
+``E_STAGED``       the entry's rank                 the pieces of so many rounds in its stage
+``E_REDUCED``      the entry's rank                 the results of so many rounds; it reads no pieces of these any more
+``E_COPIED``       the entry's rank                 nothing: it reads no results of so many rounds any more
+``E_FAILED``       the entry's rank, any thread     nothing: a fence orders it with the tensor on both sides
+``E_SIGNATURE``,   the entry's rank                 nothing: they are ordered like the others, before ``E_OPERATION``
+``E_SOURCE``,
+``E_STAGE``
+sleep word         the sleeping rank                nothing: a fence on both sides orders it with what would wake the
+                                                    rank (``transports.shm_waiting``)
+``ANNOUNCED``      the thread that moves messages   ``ITERATION``, ``ENTRY`` and the beginnings of all words of progress
+``PEER_SOURCE``,   ``LOOK``, any thread             nothing: ``PEER_ENTRY`` tells of them
+``PEER_STAGE``
+``PEER_ENTRY``     ``LOOK``, any thread             ``PEER_SOURCE`` and ``PEER_STAGE`` of the peer
+``FOUND``          ``LOOK``, any thread             the words of as many peers; two threads that look at the same time
+                                                    leave the greater number
+``COPIED``         the thread that moves messages   nothing: this rank reads the peers' memory no more
+``SEEN``           the thread that moves messages   nothing: it is compared with the counters of the peers
+``CULPRIT``        ``LOOK``, any thread             nothing: the result ``VIOLATION`` tells of it
+=================  ===============================  ==================================================================
 """
 
 from __future__ import annotations
@@ -53,6 +85,7 @@ __all__ = [
     "PEER_WORDS",
     "PENDING",
     "RESTART",
+    "SHARED",
     "VIOLATION",
     "WITHDRAW",
     "Exchange",
@@ -120,6 +153,8 @@ PROCESS = 9
 PEER_WORDS = 10
 #: The order of the contributions to each part: ranks**2 words, followed by the peers.
 ORDER = HEAD_WORDS
+#: The names of the words of the block that one thread may read or write while another one writes them.
+SHARED: Final = ("ANNOUNCED", "FOUND", "COPIED", "SEEN", "CULPRIT", "PEER_ENTRY", "PEER_SOURCE", "PEER_STAGE")
 
 # ------------------------------------------------------------------------------------------------- words of an entry
 
@@ -158,19 +193,21 @@ ADVANCE = 0
 #: Announce the next operation of a block that has ended, and ``ADVANCE`` it. The third argument is the new iteration,
 #: the fourth one is the address of the new entry.
 RESTART = 1
-#: Look for the operation on the boards of the peers on which it was not found yet. Returns ``PENDING``, ``CONFLICT`` or
-#: ``VIOLATION``.
+#: Look for the operation on the boards of the peers on which it was not found yet, if this rank has announced it: until
+#: then no peer can have ended its part. Returns ``PENDING``, ``CONFLICT`` or ``VIOLATION``.
 LOOK = 2
 #: Return whether ``ADVANCE`` could find something to do that it has not found.
 HAS_CHANGED = 3
-#: Return whether a peer (third argument) that has announced the operation has ended its part of it, and this rank needs
+#: Return whether a peer (third argument) has announced the operation and ended its part of it, and this rank needs
 #: nothing of its memory any more that is not shared.
 HAS_ENDED = 4
 #: Return whether no peer reads this rank's entry or stage any more, after this rank's own part has ended.
 IS_READ = 5
 #: Take the announcement of an operation back.
 WITHDRAW = 6
-#: Mark an operation that all ranks have announced as failed on this rank, before the program can change its tensor.
+#: Mark an operation as failed on this rank, before the program can change its tensor. The third argument is the
+#: operation's iteration, the fourth one is the address of its entry: another thread may be about to write both into the
+#: block (``RESTART``).
 MARK_FAILED = 7
 
 #: The compiled function: what to do, the address of the block, and two arguments.

@@ -18,10 +18,13 @@ from totalreduce.kernels.atomics import (
     float32_at,
     int64_at,
     load,
+    load_shared,
     pause,
+    raise_shared,
     read_clock,
     read_process,
     store,
+    store_shared,
     stream_block,
     uint16_at,
     yield_core,
@@ -187,13 +190,19 @@ def _readable(block: Words, peer: Any) -> Any:
 
 
 @compiled
-def _operation(block: Words) -> Any:
-    """Return the number by which the operation is announced: one number for its key and its iteration, never 0.
+def _number(block: Words, iteration: Any) -> Any:
+    """Return the number by which an operation of the key is announced: one for its key and its iteration, never 0.
 
     Operations of one key have different numbers, because the factor is odd. Keys are hashes of 64 bits.
     """
-    number = block[KEY] ^ (block[ITERATION] * ITERATION_FACTOR)
+    number = block[KEY] ^ (iteration * ITERATION_FACTOR)
     return number if number != 0 else int64(1)
+
+
+@compiled
+def _operation(block: Words) -> Any:
+    """Return the number by which the operation is announced."""
+    return _number(block, block[ITERATION])
 
 
 @compiled
@@ -215,9 +224,11 @@ def _probed(block: Words, at: Any, probe: Any) -> Any:
 @compiled
 def _look(block: Words) -> Any:
     """As ``exchange.LOOK`` says."""
+    if load_shared(block, ANNOUNCED) == 0:
+        return PENDING
     for peer in range(block[RANKS]):
         at = _peer(block, peer)
-        if peer == block[ME] or block[at + PEER_ENTRY] != 0:
+        if peer == block[ME] or load_shared(block, at + PEER_ENTRY) != 0:
             continue
         for probe in range(PROBES):
             entry = _probed(block, at, probe)
@@ -239,18 +250,20 @@ def _look(block: Words) -> Any:
                 length = block[STAGE_BYTES] if is_in_pieces else _readable(block, peer) * block[ITEMSIZE]
                 valid = block[STAGES_AT] <= stage <= block[STAGES_END] - length and stage % 64 == 0
             if not valid:
-                block[CULPRIT] = peer
+                store_shared(block, CULPRIT, peer)
                 return VIOLATION
-            block[at + PEER_SOURCE] = source
-            block[at + PEER_STAGE] = stage
-            block[at + PEER_ENTRY] = entry
+            store_shared(block, at + PEER_SOURCE, source)
+            store_shared(block, at + PEER_STAGE, stage)
+            store_shared(block, at + PEER_ENTRY, entry)
             break
-    # Counted and not added up: another thread, for which the engine asks, may look at the same time.
+    # Another thread, for which the engine asks, may look at the same time. So they are counted and not added up, and a
+    # thread that has counted fewer leaves the greater number.
     found = int64(0)
     for peer in range(block[RANKS]):
-        if block[_peer(block, peer) + PEER_ENTRY] != 0:
+        if load_shared(block, _peer(block, peer) + PEER_ENTRY) != 0:
             found += 1
-    block[FOUND] = found
+    if found > load_shared(block, FOUND):
+        raise_shared(block, FOUND, found)
     return PENDING
 
 
@@ -260,7 +273,7 @@ def _least(block: Words, counter: Any) -> Any:
     least = block[ROUNDS]
     for peer in range(block[RANKS]):
         if peer != block[ME]:
-            entry = block[_peer(block, peer) + PEER_ENTRY]
+            entry = load_shared(block, _peer(block, peer) + PEER_ENTRY)
             rounds = load(entry + counter)
             if rounds < least and _is_there(block, entry):  # looked at afterwards: the counter is the operation's
                 least = rounds
@@ -273,8 +286,8 @@ def _least_staged(block: Words) -> Any:
     least = block[ROUNDS]
     for peer in range(block[RANKS]):
         at = _peer(block, peer)
-        if peer != block[ME] and block[at + PEER_SOURCE] == 0:
-            least = min(least, load(block[at + PEER_ENTRY] + E_STAGED))
+        if peer != block[ME] and load_shared(block, at + PEER_SOURCE) == 0:
+            least = min(least, load(load_shared(block, at + PEER_ENTRY) + E_STAGED))
     return least
 
 
@@ -302,7 +315,7 @@ def _announce(block: Words) -> None:
     elif block[ROUNDS] == 1 and block[ADDS] != 0 and block[SOURCE] == 0:
         _stage(block, 0)  # so that the others need not wait for it
     store(entry + E_OPERATION, _operation(block))
-    block[ANNOUNCED] = 1
+    store_shared(block, ANNOUNCED, 1)
     _wake(block)
 
 
@@ -328,14 +341,15 @@ def _contribution(block: Words, peer: Any, part: Any, start: Any, turn: Any) -> 
     if peer == block[ME]:
         return _own(block, part, start)
     memory, shift = block[at + MEMORY], (block[_peer(block, part) + PART_OFFSET] + start) * block[ITEMSIZE]
+    source, stage = load_shared(block, at + PEER_SOURCE), load_shared(block, at + PEER_STAGE)
     if block[IS_WHOLE] != 0:
-        return int64(memory + block[at + PEER_STAGE] + shift)
-    if block[at + PEER_SOURCE] < 0:
+        return int64(memory + stage + shift)
+    if source < 0:
         return int64(block[FETCHED] + peer * block[PIECE_BYTES])
-    if block[at + PEER_SOURCE] != 0:
-        return int64(memory + block[at + PEER_SOURCE] + shift)
+    if source != 0:
+        return int64(memory + source + shift)
     piece = turn % 2 * block[RANKS] + part
-    return int64(memory + block[at + PEER_STAGE] + piece * block[PIECE_BYTES])
+    return int64(memory + stage + piece * block[PIECE_BYTES])
 
 
 @compiled
@@ -399,10 +413,10 @@ def _holds(block: Words, peer: Any) -> Any:
     does not change.
     """
     at = _peer(block, peer)
-    if block[at + PEER_SOURCE] == 0:
+    if load_shared(block, at + PEER_SOURCE) == 0:
         return True
     fence()  # the mark is looked at after the tensor
-    return load(block[at + PEER_ENTRY] + E_FAILED) != _operation(block)
+    return load(load_shared(block, at + PEER_ENTRY) + E_FAILED) != _operation(block)
 
 
 @compiled
@@ -416,7 +430,7 @@ def _read(block: Words, peer: Any, shift: Any, target: Any, num_bytes: Any) -> A
         return True
     at = _peer(block, peer)
     block[HERE], block[HERE_BYTES] = target, num_bytes
-    block[THERE], block[THERE_BYTES] = shift - block[at + PEER_SOURCE], num_bytes
+    block[THERE], block[THERE_BYTES] = shift - load_shared(block, at + PEER_SOURCE), num_bytes
     here, there = block[SELF] + 8 * HERE, block[SELF] + 8 * THERE
     return read_process(block[at + PROCESS], here, 1, there, 1, 0) == num_bytes
 
@@ -426,7 +440,7 @@ def _fetch(block: Words, start: Any, stop: Any) -> Any:
     """Read what this rank adds next from the peers' processes; return whether it has all of that now."""
     itemsize, shift = block[ITEMSIZE], (block[_peer(block, block[ME]) + PART_OFFSET] + start) * block[ITEMSIZE]
     for peer in range(block[RANKS]):
-        if peer != block[ME] and block[_peer(block, peer) + PEER_SOURCE] < 0:
+        if peer != block[ME] and load_shared(block, _peer(block, peer) + PEER_SOURCE) < 0:
             target = block[FETCHED] + peer * block[PIECE_BYTES]
             if not _read(block, peer, shift, target, (stop - start) * itemsize):
                 return False
@@ -438,15 +452,14 @@ def _copy_result(block: Words, part: Any, start: Any, stop: Any, turn: Any) -> A
     """Copy a piece of another rank's part into this rank's tensor; return whether that has succeeded."""
     at, itemsize = _peer(block, part), block[ITEMSIZE]
     target, num_bytes = _own(block, part, start), (stop - start) * itemsize
-    shift = (block[at + PART_OFFSET] + start) * itemsize
-    if block[at + PEER_SOURCE] < 0:
+    shift, source = (block[at + PART_OFFSET] + start) * itemsize, load_shared(block, at + PEER_SOURCE)
+    if source < 0:
         return _read(block, part, shift, target, num_bytes)
-    source = block[at + MEMORY]
-    if block[at + PEER_SOURCE] != 0:
-        source += block[at + PEER_SOURCE] + shift
+    if source != 0:
+        source += shift
     else:
-        source += block[at + PEER_STAGE] + block[RESULTS_AT] + turn % 2 * block[PIECE_BYTES]
-    _stream(target, source, num_bytes)
+        source = load_shared(block, at + PEER_STAGE) + block[RESULTS_AT] + turn % 2 * block[PIECE_BYTES]
+    _stream(target, block[at + MEMORY] + source, num_bytes)
     return True
 
 
@@ -492,7 +505,7 @@ def _move_pieces(block: Words) -> Any:
         block[REDUCED] = turn + 1
         store(entry + E_REDUCED, turn + 1)
         moved = True
-    turn = block[COPIED]
+    turn = load_shared(block, COPIED)
     # Without gathering, this rank does not wait for the results of the others, which need the pieces that it stages: so
     # it must have staged them.
     may_copy = turn < _least(block, E_REDUCED) if gathers else not is_staged or turn < block[STAGED]
@@ -502,7 +515,7 @@ def _move_pieces(block: Words) -> Any:
                 start, stop = _piece(block, part, turn)
                 if not _copy_result(block, part, start, stop, turn) or not _holds(block, part):
                     return moved
-        block[COPIED] = turn + 1
+        store_shared(block, COPIED, turn + 1)
         store(entry + E_COPIED, turn + 1)
         moved = True
     return moved
@@ -516,7 +529,7 @@ def _seen(block: Words) -> Any:
         if peer == block[ME]:
             continue
         at = _peer(block, peer)
-        entry = block[at + PEER_ENTRY]
+        entry = load_shared(block, at + PEER_ENTRY)
         if entry != 0:
             total += load(entry + E_STAGED) + load(entry + E_REDUCED) + load(entry + E_COPIED) + 1
             continue
@@ -530,7 +543,7 @@ def _seen(block: Words) -> Any:
 @compiled
 def _has_changed(block: Words) -> Any:
     """As ``exchange.HAS_CHANGED`` says."""
-    return block[ANNOUNCED] == 0 or _seen(block) != block[SEEN]
+    return load_shared(block, ANNOUNCED) == 0 or _seen(block) != load_shared(block, SEEN)
 
 
 @compiled
@@ -538,7 +551,7 @@ def _is_read(block: Words) -> Any:
     """As ``exchange.IS_READ`` says."""
     for peer in range(block[RANKS]):
         if peer != block[ME]:
-            entry = block[_peer(block, peer) + PEER_ENTRY]
+            entry = load_shared(block, _peer(block, peer) + PEER_ENTRY)
             if entry != 0 and load(entry + E_COPIED) != block[ROUNDS] and _is_there(block, entry):
                 return False
     return True
@@ -548,10 +561,12 @@ def _is_read(block: Words) -> Any:
 def _has_ended(block: Words, peer: Any) -> Any:
     """As ``exchange.HAS_ENDED`` says."""
     at = _peer(block, peer)
-    entry = block[at + PEER_ENTRY]
-    if load(entry + E_FAILED) == _operation(block):
+    if load_shared(block, ANNOUNCED) == 0:
+        return False  # the words of the peer may be those of the operation before
+    entry = load_shared(block, at + PEER_ENTRY)
+    if entry == 0 or load(entry + E_FAILED) == _operation(block):
         return False
-    if block[at + PEER_SOURCE] < 0 and block[COPIED] != block[ROUNDS]:
+    if load_shared(block, at + PEER_SOURCE) < 0 and load_shared(block, COPIED) != block[ROUNDS]:
         return False  # its memory ends with its process
     return load(entry + E_COPIED) == block[ROUNDS] or not _is_there(block, entry)
 
@@ -559,14 +574,14 @@ def _has_ended(block: Words, peer: Any) -> Any:
 @compiled
 def _withdraw(block: Words) -> None:
     """As ``exchange.WITHDRAW`` says."""
-    if block[ANNOUNCED] != 0:
+    if load_shared(block, ANNOUNCED) != 0:
         store(block[ENTRY] + E_OPERATION, 0)
 
 
 @compiled
-def _mark_failed(block: Words) -> None:
+def _mark_failed(block: Words, iteration: Any, entry: Any) -> None:
     """As ``exchange.MARK_FAILED`` says."""
-    store(block[ENTRY] + E_FAILED, _operation(block))
+    store(entry + E_FAILED, _number(block, iteration))
     fence()
 
 
@@ -581,25 +596,25 @@ def _now(block: Words) -> Any:
 def _advance(block: Words) -> Any:
     """As ``exchange.ADVANCE`` says."""
     block[WAKE] = 0
-    if block[ANNOUNCED] == 0:
+    if load_shared(block, ANNOUNCED) == 0:
         _announce(block)
     ranks, looks, turns = block[RANKS], 0, block[TURNS]
     waits_since = int64(0)
-    block[SEEN] = -1
+    store_shared(block, SEEN, -1)
     while True:
         seen = _seen(block)
         moved = False
-        if block[FOUND] < ranks - 1:
-            found = block[FOUND]
+        found = load_shared(block, FOUND)
+        if found < ranks - 1:
             status = _look(block)
             if status != PENDING:
                 return status
-            moved = block[FOUND] > found
-        if block[FOUND] == ranks - 1:
+            moved = load_shared(block, FOUND) > found
+        if load_shared(block, FOUND) == ranks - 1:
             if block[IS_WHOLE] != 0:
-                if block[COPIED] != block[ROUNDS]:  # else it was done when this function was called last
+                if load_shared(block, COPIED) != block[ROUNDS]:  # else it was done when this function was called last
                     _compute_all(block)
-                    block[COPIED] = block[ROUNDS]
+                    store_shared(block, COPIED, block[ROUNDS])
                     store(block[ENTRY] + E_COPIED, block[ROUNDS])
                 return DONE
             if turns <= 0:
@@ -608,12 +623,13 @@ def _advance(block: Words) -> Any:
                 moved = True
                 turns -= 1
                 _wake(block)
-            if block[COPIED] == block[ROUNDS] and (block[SOURCE] == 0 or _least(block, E_COPIED) == block[ROUNDS]):
+            copied = load_shared(block, COPIED)
+            if copied == block[ROUNDS] and (block[SOURCE] == 0 or _least(block, E_COPIED) == block[ROUNDS]):
                 return DONE
         if moved:
             looks, waits_since = 0, int64(0)
             continue
-        block[SEEN] = seen
+        store_shared(block, SEEN, seen)
         if block[WAKE] != 0:
             return PENDING
         if looks < block[SPINS]:
@@ -633,10 +649,12 @@ def _advance(block: Words) -> Any:
 @compiled
 def _restart(block: Words, iteration: Any, entry: Any) -> Any:
     """As ``exchange.RESTART`` says."""
-    block[ITERATION], block[ENTRY] = iteration, entry
-    block[ANNOUNCED] = block[FOUND] = block[STAGED] = block[REDUCED] = block[COPIED] = 0
+    store_shared(block, ANNOUNCED, 0)  # where other threads can look, ``FastLane.repeat`` has done it under the lock
+    block[ITERATION], block[ENTRY], block[STAGED], block[REDUCED] = iteration, entry, 0, 0
+    store_shared(block, FOUND, 0)
+    store_shared(block, COPIED, 0)
     for peer in range(block[RANKS]):
-        block[_peer(block, peer) + PEER_ENTRY] = 0
+        store_shared(block, _peer(block, peer) + PEER_ENTRY, 0)
     return _advance(block)
 
 
@@ -659,7 +677,7 @@ def _exchange(what: Any, address: Any, first: Any, second: Any) -> Any:
     if what == WITHDRAW:
         _withdraw(block)
     elif what == MARK_FAILED:
-        _mark_failed(block)
+        _mark_failed(block, first, second)
     return int64(0)
 
 

@@ -14,6 +14,22 @@ relay and without it, and each rank may use it or not.
 The function works on a *block* of 64-bit integers, whose words the constants name: the words of the head, then those
 of the connections, of the lanes and of the operations. Addresses are those of this process. The code is in
 ``relay_code``.
+
+**The order of accesses.** The function runs without the interpreter's lock, and other threads may use an operation
+meanwhile (``relay.RelayedOperation``). The function reads what they write (``READ_SHARED``) by ``load_shared``, and
+writes what they read (``WRITE_SHARED``) by ``store_shared``. All other words are used by the thread that moves messages
+alone, by the function or by Python.
+
+===============  ===========================  =========================================================================
+word             written by                   who has read it may rely on
+===============  ===========================  =========================================================================
+``IS_PROMOTED``  any thread; the function     nothing else: it is a flag that is set once
+``HAS_FAILED``   any thread                   nothing else: no further message of the operation begins
+``LEAVES_BY``    any thread                   nothing else: the peer has submitted the operation, so its messages may
+                                              leave
+``RECEIVES``     the function                 the bytes of the messages before it have come
+``SENDS``        the function                 the bytes of the messages before it have left
+===============  ===========================  =========================================================================
 """
 
 from __future__ import annotations
@@ -28,7 +44,7 @@ import numpy as np
 from totalreduce.kernels import machine_code
 from totalreduce.kernels.arrays import Array
 
-__all__ = ["FUNCTION", "NUM_ARGUMENTS", "Pump", "lanes_of", "load", "next_row"]
+__all__ = ["FUNCTION", "NUM_ARGUMENTS", "READ_SHARED", "WRITE_SHARED", "Pump", "lanes_of", "load", "next_row"]
 
 # ----------------------------------------------------------------------------------------------- words of the head
 
@@ -150,6 +166,10 @@ OF_SUMS: Final = -1
 ROW_WORDS: Final = 8
 #: What a row does. ``NOTHING``: the lane has no part in this action.
 SEND, REPLACE, COMBINE, COMBINE_LAST, NOTHING = 0, 1, 2, 3, 4
+
+#: The names of the words that other threads may write while the function runs, and of those that they may read.
+READ_SHARED: Final = ("IS_PROMOTED", "HAS_FAILED", "LEAVES_BY")
+WRITE_SHARED: Final = ("IS_PROMOTED", "RECEIVES", "SENDS")
 
 # ------------------------------------------------------------------------------------------------------------ sizes
 

@@ -21,12 +21,14 @@ from totalreduce.kernels.atomics import (
     error_number_at,
     int32_at,
     int64_at,
+    load_shared,
     move_bytes,
     poll,
     read_clock,
     receive,
     send_message,
     set_option,
+    store_shared,
     uint8_at,
     wait_for_events,
 )
@@ -237,7 +239,7 @@ def _find_lane(block: Words, at: Any) -> Any:
         index = block[lane + w.RECEIVES]
         if block[lane + w.KEY] != block[header + 1] or _iteration(block, lane, index) != block[header + 2]:
             continue
-        if block[lane + w.OPERATION] < 0 or block[_operation(block, lane) + w.HAS_FAILED] != 0:
+        if block[lane + w.OPERATION] < 0 or load_shared(block, _operation(block, lane) + w.HAS_FAILED) != 0:
             continue
         if index == block[lane + w.LENGTH] or not _is_signed(block, lane, header):
             continue
@@ -246,7 +248,7 @@ def _find_lane(block: Words, at: Any) -> Any:
         if row[w.ACTION] == w.SEND or row[w.STEP] != step or row[w.LENGTH_BYTES] != num_bytes or comes_by != at:
             continue
         if flags & _URGENT:
-            block[_operation(block, lane) + w.IS_PROMOTED] = 1
+            store_shared(block, _operation(block, lane) + w.IS_PROMOTED, 1)
         if flags & _EAGER:
             block[at + w.EAGER_IN] += 1
             block[at + w.EAGER_BYTES_IN] += num_bytes
@@ -283,7 +285,7 @@ def _end_body(block: Words, at: Any) -> None:
     block[at + w.MESSAGES_IN] += 1
     if number >= 0:
         lane = _lane(number)
-        block[lane + w.RECEIVES] = _next_of(block, lane, block[lane + w.RECEIVES] + 1, False)
+        store_shared(block, lane + w.RECEIVES, _next_of(block, lane, block[lane + w.RECEIVES] + 1, False))
         _note_end(block, lane)
 
 
@@ -364,9 +366,9 @@ def _is_ready(block: Words, lane: Any, connection: Any) -> Any:
     if number < 0 or index >= block[lane + w.RECEIVES]:
         return False  # after the last row that receives, ``RECEIVES`` is the number of rows
     operation = _operation(block, lane)
-    if block[operation + w.HAS_FAILED] != 0:
+    if load_shared(block, operation + w.HAS_FAILED) != 0:
         return False
-    if block[lane + w.LEAVES_BY + _row(block, lane, index)[w.ROW_PEER]] != connection:
+    if load_shared(block, lane + w.LEAVES_BY + _row(block, lane, index)[w.ROW_PEER]) != connection:
         return False
     ahead = block[operation + w.AHEAD]
     return ahead == 0 or index < _least_received(block, number) + ahead
@@ -396,7 +398,7 @@ def _choose(block: Words, at: Any, connection: Any) -> Any:
         if not _is_ready(block, lane, connection):
             continue
         operation = _operation(block, lane)
-        waits = 1 - block[operation + w.IS_PROMOTED]
+        waits = 1 - load_shared(block, operation + w.IS_PROMOTED)
         priority, sequence = block[operation + w.PRIORITY], block[operation + w.SEQUENCE]
         step, index = _row(block, lane, block[lane + w.SENDS])[w.STEP], block[lane + w.LANE]
         if (sequence, step, index) < (old_sequence, old_step, old_lane):
@@ -429,7 +431,8 @@ def _load(block: Words, at: Any, number: Any) -> None:
     """Take the next message of a lane as the one that is leaving."""
     lane = _lane(number)
     row, header = _row(block, lane, block[lane + w.SENDS]), at + w.OUT_HEADER
-    flags = int64(_URGENT) if block[_operation(block, lane) + w.IS_PROMOTED] != 0 else int64(0)
+    is_promoted = load_shared(block, _operation(block, lane) + w.IS_PROMOTED)
+    flags = int64(_URGENT) if is_promoted != 0 else int64(0)
     block[header], block[header + 1] = block[w.PROLOGUE], block[lane + w.KEY]
     block[header + 2] = _iteration(block, lane, block[lane + w.SENDS])
     block[header + 3] = row[w.STEP] | (flags << 16) | (row[w.LENGTH_BYTES] << 32)
@@ -504,7 +507,7 @@ def _write(block: Words, at: Any, connection: Any) -> Any:
                 row = _row(block, lane, block[lane + w.SENDS])
                 if row[w.INTO] == w.OF_SUMS:
                     _give_slot_back(block, _operation(block, lane), row)
-                block[lane + w.SENDS] = _next_of(block, lane, block[lane + w.SENDS] + 1, True)
+                store_shared(block, lane + w.SENDS, _next_of(block, lane, block[lane + w.SENDS] + 1, True))
                 _note_end(block, lane)
             else:
                 block[w.STATUS] |= w.ENDED  # the interpreter waits for the end of this message

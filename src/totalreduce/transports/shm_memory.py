@@ -14,7 +14,21 @@ writer, and counters only grow. The parts of an outbox, in their order:
 * the arena: tensors whose bytes are lent and not staged (``shm_arena.py``).
 
 A word has 64 bits and is read and written through ``memoryview.cast("Q")``, which is one machine instruction. x86 keeps
-stores in order, and loads; other machines need fences (``Fences``).
+stores in order, and loads; other machines need fences (``Fences``). The writer has one between what a word tells of and
+the word, and the reader one between the word and what it tells of.
+
+===============  =======================================================================================================
+word             tells the peers of
+===============  =======================================================================================================
+``PUBLISHED``    entries of the ring: header, words, body in the entry, piece or loan (``OutgoingRing._publish``)
+``CONSUMED``     entries that were read and may be written again (``IncomingRing._consume``)
+``GIVEN_BACK``   a piece or a loan that was read and may be written again (``IncomingRing.give_back``)
+``SLEEP_WORD``   nothing in memory; a full fence orders it with the words above on both sides (``shm_waiting.py``)
+``SAMPLE_WORD``  the word after it; both are written before the socket of the meeting is used (``shm_reads.py``)
+others           nothing: heartbeats, processors, and whether a process can be read
+===============  =======================================================================================================
+
+The entries of the board, which the fast lane uses, have an order of their own (``kernels.exchange``).
 """
 
 from __future__ import annotations

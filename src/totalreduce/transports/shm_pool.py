@@ -71,6 +71,7 @@ class StagingPool:
         self._out: deque[Piece] = deque()
         self._shared: dict[Hashable, Piece] = {}
         self._keepable = {False: layout.small_pieces // 2, True: layout.large_pieces // 2}
+        self._order = outbox.fences.order
 
     def has_room(self) -> bool:
         """Whether a body of any length (or a part of it) can be staged."""
@@ -100,6 +101,8 @@ class StagingPool:
         piece.key = key
         if key is not None:
             self._shared[key] = piece
+        if self._order is not None:
+            self._order()  # the piece is written after the peers' words that it was read
         np.copyto(piece.array[:length], np.frombuffer(body, np.uint8))  # releases the GIL
         self._take(piece)
         piece.readers.append(reader)

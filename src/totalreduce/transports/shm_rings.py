@@ -9,6 +9,7 @@ given it back.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import final
 
 import numpy as np
@@ -60,11 +61,17 @@ class _Loans:
         lent: By number of the loan: its use and the message. Only the thread that moves messages changes it.
     """
 
-    __slots__ = ("_free", "_theirs", "_uses", "lent")
+    __slots__ = ("_free", "_order", "_theirs", "_uses", "lent")
 
-    def __init__(self, theirs: memoryview, pieces: int) -> None:
-        """``theirs``: the block in which the peer gives back; ``pieces``: the number of pieces of the pool."""
-        self._theirs, self._free = theirs, list(range(pieces, pieces + LOANS))
+    def __init__(self, theirs: memoryview, pieces: int, order: Callable[[], object] | None) -> None:
+        """Begin without loans.
+
+        Args:
+            theirs: The block in which the peer gives back.
+            pieces: The number of pieces of the pool.
+            order: See ``Fences``.
+        """
+        self._theirs, self._free, self._order = theirs, list(range(pieces, pieces + LOANS)), order
         self._uses = 0
         self.lent: dict[int, tuple[int, Outgoing]] = {}
 
@@ -91,6 +98,8 @@ class _Loans:
         theirs = self._theirs
         for number, (use, message) in self.lent.copy().items():
             if theirs[GIVEN_BACK + number] == use:
+                if self._order is not None:
+                    self._order()  # the body may be written after the peer's word that it was read
                 del self.lent[number]
                 self._free.append(number)
                 endpoint.message_sent(message)
@@ -119,7 +128,7 @@ class OutgoingRing:
         self._slots, self._inline_bytes = outbox.layout.slots, outbox.layout.inline_bytes
         self._entries = _entries(outbox, own, other)
         self._arena = outbox.arena
-        self.loans = _Loans(self._theirs, outbox.layout.pieces)
+        self.loans = _Loans(self._theirs, outbox.layout.pieces, self._order)
 
     @property
     def has_room(self) -> bool:
