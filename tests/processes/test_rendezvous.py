@@ -64,11 +64,18 @@ def test_a_guessable_key_is_refused(fleet):
 
 
 @pytest.mark.faults("F13")
-def test_different_settings_are_an_error_on_every_rank(fleet):
-    for worker in start(fleet, 3, by_rank={1: {"EAGER": "4096"}}):
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"EAGER": "4096"}, "eager_bytes is 65536 on rank 0 and 4096 on rank 1"),
+        ({"TOTALREDUCE_PEER_TIMEOUT_S": "30"}, "silence_s is 2.0 on rank 0 and 30.0 on rank 1"),
+    ],
+)
+def test_different_settings_are_an_error_on_every_rank(fleet, variables, message):
+    for worker in start(fleet, 3, by_rank={1: variables}):
         answer = worker.read("join")
         assert answer["error"] == "ConfigurationError", (worker.rank, answer)
-        assert "eager_bytes is 65536 on rank 0 and 4096 on rank 1" in answer["text"]
+        assert message in answer["text"]
         assert answer["seconds"] < 6.0
 
 

@@ -11,10 +11,17 @@ from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import OpKind
 
-__all__ = ["OWN_SETTINGS", "EngineConfig", "TcpConfig", "Tls"]
+__all__ = ["OWN_SETTINGS", "OWN_TCP_SETTINGS", "EngineConfig", "TcpConfig", "Tls"]
 
 #: The settings of ``EngineConfig`` that only concern what a rank does by itself: ranks may differ in them.
 OWN_SETTINGS = frozenset({"scheduling", "starvation_limit", "scratch_segments", "stall_warning_s", "timeout_s"})
+#: The same for ``TcpConfig``: how a rank treats its own sockets, and how long it waits while it connects.
+OWN_TCP_SETTINGS = frozenset(
+    (
+        *("notsent_lowat_bytes", "congestion", "relay"),
+        *("connect_timeout_s", "handshake_timeout_s", "pending_handshakes_max"),
+    )
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +102,11 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TcpConfig:
-    """How the TCP transport treats its sockets and its peers."""
+    """How the TCP transport treats its sockets and its peers.
+
+    ``heartbeat_s`` and ``silence_s`` must be equal on all ranks, which is compared when a group forms: a rank that
+    sends heartbeats less often than another one allows for would be lost.
+    """
 
     notsent_lowat_bytes: int = 512 * 1024
     """``TCP_NOTSENT_LOWAT``: no message of the same connection overtakes unsent bytes in the kernel, but a busy host
@@ -129,6 +140,10 @@ class TcpConfig:
                 f"heartbeat_s ({self.heartbeat_s:g}) must be smaller than silence_s ({self.silence_s:g})"
             )
         checks.integer_fields(self, "notsent_lowat_bytes", "pending_handshakes_max", minimum=1, maximum=2**31 - 1)
+
+    def wire_settings(self) -> dict[str, int | float | str]:
+        """Return the settings that must be equal on all ranks: all but ``OWN_TCP_SETTINGS``."""
+        return {name: value for name, value in asdict(self).items() if name not in OWN_TCP_SETTINGS}
 
     @property
     def has_relay(self) -> bool:

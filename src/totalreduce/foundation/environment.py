@@ -18,6 +18,7 @@ from totalreduce.foundation.named_files import read_named
 from totalreduce.foundation.world import World, world_from
 
 __all__ = [
+    "OWN_VARIABLES",
     "Settings",
     "World",
     "cache_folder",
@@ -39,6 +40,16 @@ _WITHOUT_EFFECT_ON_CODE = frozenset({"NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS", "NU
 #: The longest file with a key that is read.
 _KEY_BYTES_MAX = 64 * 1024
 _TLS_NAMES = ("TOTALREDUCE_TLS_CERT", "TOTALREDUCE_TLS_KEY", "TOTALREDUCE_TLS_CA")
+
+
+#: The fields of ``Settings`` in which ranks may differ. All others are compared when a group forms.
+OWN_VARIABLES = frozenset(
+    (
+        *("timeout_s", "timeline", "address", "interface", "compute", "log_level", "log_format", "live", "warnings"),
+        *("relay", "process_reads"),  # each rank says what it does
+        *("keeper", "incarnation"),  # the launcher's store may have several addresses
+    )
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

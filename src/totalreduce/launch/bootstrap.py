@@ -117,18 +117,18 @@ def init(
     """
     await_seat()
     settings = environment.read_settings()
-    engine_config = _with_timeout(engine or EngineConfig(), settings.timeout_s if timeout_s is None else timeout_s)
-    if engine_config.fast_lane is None:
-        engine_config = dataclasses.replace(engine_config, fast_lane=settings.fast_lane)
-    tcp_config = tcp or TcpConfig()
-    if tcp is None and settings.peer_timeout_s is not None:
-        beat_s = min(tcp_config.heartbeat_s, settings.peer_timeout_s / 4)
-        tcp_config = TcpConfig(silence_s=settings.peer_timeout_s, heartbeat_s=beat_s)
-    if tcp_config.relay is None:
-        tcp_config = dataclasses.replace(tcp_config, relay=settings.relay)
-    tls = tls or settings.tls
-    policy = probe.resolve(links, settings.links)
-    wire = _wire_settings(transport, engine, engine_config, tls, collectives, policy)
+    wanted = _Wanted.of(
+        settings,
+        transport=transport,
+        timeout_s=timeout_s,
+        engine=engine,
+        tcp=tcp,
+        tls=tls,
+        links=links,
+        collectives=collectives,
+        coordination=coordination,
+    )
+    engine_config, wire = wanted.engine, wanted.wire()
     spec = TRANSPORTS[transport]
     rank, world_size = spec.rank_and_size(store)
     num_servers = 0 if store is not None else settings.servers
@@ -160,8 +160,8 @@ def init(
             name=name,
             settings=settings,
             timeout_s=engine_config.timeout_s,
-            tcp=tcp_config,
-            tls=tls,
+            tcp=wanted.tcp,
+            tls=wanted.tls,
             wire=wire,
             store=store,
             board_bytes=BOARD_BYTES if engine_config.has_fast_lane else 0,
@@ -189,7 +189,7 @@ def init(
         publisher = publish(group.operations.runner, settings.live, _seat(rank), settings.incarnation)
         group.at_close(functools.partial(publisher.leave, group.operations.runner))
     _meet(group, engine_config.timeout_s, None if store is None else store.interruption)
-    probe.apply(group, policy)
+    probe.apply(group, wanted.links)
     if collectives == "native" or (collectives == "auto" and spec.prefers_library):
         try:
             if spec.library is None:
@@ -244,35 +244,92 @@ def describe_settings() -> str:
 
     A process that joins a running job compares it with the job's before it meets the other ranks.
     """
-    settings = environment.read_settings()
-    config = dataclasses.replace(EngineConfig(), fast_lane=settings.fast_lane)
-    policy = probe.resolve(None, settings.links)
-    return _description(_wire_settings("auto", None, config, settings.tls, "auto", policy))
+    return _description(_Wanted.of(environment.read_settings()).wire())
 
 
-def _wire_settings(
-    transport: str,
-    engine: EngineConfig | None,
-    engine_config: EngineConfig,
-    tls: Tls | None,
-    collectives: Collectives,
-    links: LinkPolicy,
-) -> dict[str, int | str]:
-    """Return what must be equal on all ranks; see ``init`` for the arguments."""
-    if collectives not in get_args(Collectives):
-        raise ConfigurationError(f"collectives are 'auto', 'engine' or 'native', not {collectives!r}")
-    return {
-        "wire version": _WIRE_VERSION,
-        "transport": transport,
-        "TLS": "on" if tls else "off",
-        "engine": "given" if engine else "default",
-        "collectives": collectives,
-        "links": probe.wire_setting(links),
-        **engine_config.wire_settings(),
-    }
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What the arguments of ``init`` and the environment say together; an argument goes before a variable.
+
+    Attributes:
+        settings: The environment's.
+        transport: As the argument of ``init``, and so are ``collectives`` and ``coordination``.
+        is_engine_given: Whether there is an argument ``engine``.
+        engine: Sizes, scheduling, stall watch.
+        tcp: Sockets, heartbeats, deadlines.
+        tls: Certificates, if TCP is to be encrypted.
+        links: What messages cost.
+    """
+
+    settings: Settings
+    transport: str
+    is_engine_given: bool
+    engine: EngineConfig
+    tcp: TcpConfig
+    tls: Tls | None
+    links: LinkPolicy
+    collectives: Collectives
+    coordination: CoordinationConfig | str | Path | None
+
+    @classmethod
+    def of(
+        cls,
+        settings: Settings,
+        *,
+        transport: str = "auto",
+        timeout_s: float | None = None,
+        engine: EngineConfig | None = None,
+        tcp: TcpConfig | None = None,
+        tls: Tls | None = None,
+        links: LinkPolicy | str | Path | None = None,
+        collectives: Collectives = "auto",
+        coordination: CoordinationConfig | str | Path | None = None,
+    ) -> _Wanted:
+        """Return what is wanted; see ``init`` for the arguments."""
+        if collectives not in get_args(Collectives):
+            raise ConfigurationError(f"collectives are 'auto', 'engine' or 'native', not {collectives!r}")
+        engine_config = _with_timeout(engine or EngineConfig(), settings.timeout_s if timeout_s is None else timeout_s)
+        if engine_config.fast_lane is None:
+            engine_config = dataclasses.replace(engine_config, fast_lane=settings.fast_lane)
+        tcp_config = tcp or TcpConfig()
+        if tcp is None and settings.peer_timeout_s is not None:
+            beat_s = min(tcp_config.heartbeat_s, settings.peer_timeout_s / 4)
+            tcp_config = TcpConfig(silence_s=settings.peer_timeout_s, heartbeat_s=beat_s)
+        if tcp_config.relay is None:
+            tcp_config = dataclasses.replace(tcp_config, relay=settings.relay)
+        policy = probe.resolve(links, settings.links)
+        return cls(
+            *(settings, transport, engine is not None, engine_config, tcp_config, tls or settings.tls, policy),
+            *(collectives, coordination),
+        )
+
+    def wire(self) -> dict[str, int | float | str]:
+        """Return what must be equal on all ranks.
+
+        What is left out are ``OWN_SETTINGS``, ``OWN_TCP_SETTINGS``, ``OWN_VARIABLES``, and the arguments ``name``,
+        ``timeout_s``, ``timeline``, ``compute`` and ``store`` of ``init``.
+        """
+        settings = self.settings
+        first = settings.begin_ranks
+        return {
+            "wire version": _WIRE_VERSION,
+            "transport": self.transport,
+            "TLS": "on" if self.tls else "off",
+            "engine": "given" if self.is_engine_given else "default",
+            "collectives": self.collectives,
+            # Settings that are given are compared by ``Group.coordinate``.
+            "coordination": "measured" if self.coordination == "measure" else "given",
+            "links": probe.wire_setting(self.links),
+            **self.engine.wire_settings(),
+            **self.tcp.wire_settings(),
+            "on_loss": settings.on_loss or "none",
+            "min_ranks": settings.min_ranks,
+            "begin_ranks": "all" if first is None else ",".join(map(str, first)),
+            "servers": settings.servers,
+        }
 
 
-def _description(wire: Mapping[str, int | str]) -> str:
+def _description(wire: Mapping[str, int | float | str]) -> str:
     """Return settings and a fingerprint of the job's key, one in a line. The key cannot be found from it."""
     key = environment.read_job_key()
     fingerprint = "none" if key is None else hmac.new(key, b"totalreduce fingerprint", "sha256").hexdigest()[:8]

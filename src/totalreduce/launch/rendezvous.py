@@ -464,7 +464,10 @@ def compare_settings(settings: Sequence[Mapping[str, Any]]) -> None:
         names = [name for name in {**settings[0], **mine} if settings[0].get(name) != mine.get(name)]
         if names:
             name = names[0]
-            advice = "use the same version, and call init with the same arguments on every rank"
+            advice = (
+                "use the same version, and call init with the same arguments and the same TOTALREDUCE_* variables on "
+                "every rank"
+            )
             if name == "job key":
                 advice = "set TOTALREDUCE_JOB_KEY (or TOTALREDUCE_JOB_KEY_FILE) on every rank, to the same, or on none"
             raise ConfigurationError(

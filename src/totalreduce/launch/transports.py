@@ -66,7 +66,7 @@ class JoinRequest:
     timeout_s: float
     tcp: TcpConfig
     tls: Tls | None
-    wire: Mapping[str, int | str]
+    wire: Mapping[str, int | float | str]
     store: StoreRank | None = None
     board_bytes: int = 0
 

@@ -38,18 +38,19 @@ def make_groups(
     *,
     transport: RankTransport | TransportFactory = "inproc",
     engine: EngineConfig | Sequence[EngineConfig] | None = None,
-    tcp: TcpConfig | None = None,
+    tcp: TcpConfig | Sequence[TcpConfig] | None = None,
     compute: ComputeMode = "auto",
     hosts: Sequence[int] | None = None,
 ) -> list[Group]:
     """Return one connected group per rank, in this process. The caller closes them.
 
-    ``engine``: one for all ranks, or one for each. ``hosts``: number of the host that each rank is assumed to run on;
-    by default each has its own.
+    ``engine``, ``tcp``: one for all ranks, or one for each. ``hosts``: number of the host that each rank is assumed to
+    run on; by default each has its own.
     """
-    engine = engine or EngineConfig(timeout_s=30.0)
+    engine, tcp = engine or EngineConfig(timeout_s=30.0), tcp or TcpConfig()
     configs = [engine] * world_size if isinstance(engine, EngineConfig) else engine
-    links = _transports(world_size, transport, tcp or TcpConfig(), configs[0])
+    tcp_configs = [tcp] * world_size if isinstance(tcp, TcpConfig) else tcp
+    links = _transports(world_size, transport, tcp_configs, configs[0])
     return [
         Group(Runner(Engine(rank, world_size, config, observers=[], hosts=hosts), link, compute=compute), "test")
         for rank, (config, link) in enumerate(zip(configs, links, strict=True))
@@ -62,7 +63,7 @@ def run_ranks(
     *,
     transport: RankTransport | TransportFactory = "inproc",
     engine: EngineConfig | Sequence[EngineConfig] | None = None,
-    tcp: TcpConfig | None = None,
+    tcp: TcpConfig | Sequence[TcpConfig] | None = None,
     compute: ComputeMode = "auto",
     hosts: Sequence[int] | None = None,
     timeout_s: float = 60.0,
@@ -109,7 +110,7 @@ def run_ranks(
 
 
 def _transports(
-    world_size: int, kind: RankTransport | TransportFactory, tcp: TcpConfig, engine: EngineConfig
+    world_size: int, kind: RankTransport | TransportFactory, tcp: Sequence[TcpConfig], engine: EngineConfig
 ) -> Sequence[Transport]:
     if callable(kind):
         return kind(world_size)
@@ -123,7 +124,7 @@ def _transports(
         body_bytes = 2 * engine.segment_bytes  # partial sums of half types travel as float32
         return [
             ShmTransport(
-                *(rank, names, sock, identity, tcp),
+                *(rank, names, sock, identity, tcp[rank]),
                 max_body_bytes=body_bytes,
                 pool_bytes=_POOL_BYTES,
                 board_bytes=BOARD_BYTES if engine.has_fast_lane else 0,
@@ -133,7 +134,7 @@ def _transports(
         ]
     listeners = [listen("127.0.0.1") for _ in range(world_size)]
     addresses = [listener.getsockname()[:2] for listener in listeners]
-    return [TcpTransport(rank, addresses, listeners[rank], identity, tcp) for rank in range(world_size)]
+    return [TcpTransport(rank, addresses, listeners[rank], identity, tcp[rank]) for rank in range(world_size)]
 
 
 def _close_all(groups: list[Group]) -> None:
