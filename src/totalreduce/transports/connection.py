@@ -27,14 +27,14 @@ from totalreduce.transports.handshake import Acceptor, Connector
 from totalreduce.transports.liveness import Pulse
 from totalreduce.transports.tls import HIDDEN_BYTES_MAX, TlsChannel
 
-__all__ = ["BEAT", "TCP_INFO", "Connection", "UnsentLimit"]
+__all__ = ["BEAT", "Connection", "UnsentLimit", "tcp_info"]
 
 #: A heartbeat. No header begins with this byte.
 BEAT = b"+"
 _BEAT = BEAT[0]
 #: Of ``struct tcp_info``: eight bytes of flags, fifteen 32-bit numbers, of which one is ``tcpi_last_data_recv``, in
 #: milliseconds, and ``tcpi_rtt``, in microseconds.
-TCP_INFO = struct.Struct("52xI12xI")
+_TCP_INFO = struct.Struct("52xI12xI")
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 _NO_LIMIT = 1 << 30
 
@@ -473,6 +473,8 @@ class Connection:
         self.incoming = _ReceivingHalf(sock, channel, self.pulse, now)
         self._handshake: Connector | Acceptor | None = handshake
         self._channel = channel
+        #: The number of unread bytes, as it was last; where the system does not say when something arrived.
+        self._unread = bytes(4)
 
     # ---------------------------------------------------------------------------------------------------- handshake
 
@@ -544,9 +546,13 @@ class Connection:
     def listen_for_beats(self, now: float) -> None:
         """Note in ``pulse`` when something last arrived, read or not: heartbeats wake nobody."""
         with contextlib.suppress(OSError):  # reading will come to the same error
-            information = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO.size)
-            since_s = TCP_INFO.unpack(information)[0] / 1e3
-            self.pulse.heard_at = max(self.pulse.heard_at, now - since_s)
+            information = tcp_info(self.sock)
+            if information is not None:
+                self.pulse.heard_at = max(self.pulse.heard_at, now - information[0])
+                return
+            unread = fcntl.ioctl(self.sock, termios.FIONREAD, bytes(4))
+            if unread != self._unread:
+                self._unread, self.pulse.heard_at = unread, now
 
     # ------------------------------------------------------------------------------------------------------- the end
 
@@ -579,3 +585,15 @@ class Connection:
             except OSError:
                 break
         return True
+
+
+def tcp_info(sock: socket.socket) -> tuple[float, float] | None:
+    """Return the time since something last arrived and the round-trip time, in seconds, as the kernel has them.
+
+    ``None``: the system says less than Linux, as emulators and sandboxes do.
+    """
+    information = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    if len(information) < _TCP_INFO.size:
+        return None
+    since_ms, round_trip_us = _TCP_INFO.unpack(information)
+    return since_ms / 1e3, round_trip_us / 1e6

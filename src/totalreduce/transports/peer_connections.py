@@ -15,7 +15,7 @@ from typing import final
 from totalreduce.foundation.config import TcpConfig
 from totalreduce.foundation.errors import AuthenticationError
 from totalreduce.foundation.os_errors import is_out_of_descriptors
-from totalreduce.transports.connection import TCP_INFO, Connection
+from totalreduce.transports.connection import Connection, tcp_info
 from totalreduce.transports.handshake import Acceptor, Connector, JobIdentity
 from totalreduce.transports.listener import DescriptorShortage, Listener
 from totalreduce.transports.liveness import Liveness
@@ -224,7 +224,8 @@ class PeerConnections:
         """Choose the congestion control of a connection whose round trip was measured; see ``TcpConfig.congestion``."""
         sock = connection.sock
         names = [self._config.congestion] if self._config.congestion else []
-        if not names and _round_trip_s(sock) < _NEAR_S:
+        information = None if names else tcp_info(sock)
+        if information is not None and information[1] < _NEAR_S:
             names = ["cubic", "reno"]
         for name in names:
             try:
@@ -290,9 +291,3 @@ class PeerConnections:
     def _try_again(self, peer: int, now: float) -> None:
         self._attempts[peer].retry_at = now + _RETRY_S
         self._liveness.due_at = min(self._liveness.due_at, now + _RETRY_S)
-
-
-def _round_trip_s(sock: socket.socket) -> float:
-    """Return the kernel's estimate of the round-trip time, from ``struct tcp_info``."""
-    information = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO.size)
-    return float(TCP_INFO.unpack(information)[1]) / 1e6
