@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from totalreduce.foundation import systems as _systems  # noqa: F401  # isort: skip  (it refuses other systems)
 from totalreduce.c10d import registration as _registration
 from totalreduce.foundation.version import VERSION
 

@@ -58,6 +58,7 @@ def build(folder, target, carried=()):
         shipped = [name for name in files.namelist() if name.startswith("totalreduce/kernels/shipped/")]
         assert [name.rpartition("/")[2] for name in shipped] == list(carried)
         assert wheel.name.endswith("-py3-none-any.whl")
+        assert "totalreduce_autoload.py" in files.namelist()
     return wheel.name.split("-")[1], stated, written
 
 

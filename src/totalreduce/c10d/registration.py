@@ -2,7 +2,7 @@
 
 ``import totalreduce`` calls ``install``. If ``torch.distributed`` is imported already, the back end is registered at
 once; otherwise when it is imported (``importing``). The same is true of the frameworks that know strategies and back
-ends by name (``frameworks``). An installed totalreduce is also an entry point of ``torch.backends``: torch calls
+ends by name (``frameworks``). An installed totalreduce also has an entry point in ``torch.backends``: torch calls
 ``install``, and scripts need no import.
 """
 
