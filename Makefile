@@ -22,7 +22,7 @@ endif
 # Torch would start a thread per core in every rank, and they would spin while they wait for each other.
 test check soak: export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check torch-suite gpu lint warm-kernels warm-tests triton-tests soak bench docs docs-look docs-serve interface tested-with dist release-notes clean
+.PHONY: demo test check torch-suite gpu lint warm-kernels warm-tests triton-tests soak arm bench docs docs-look docs-serve interface tested-with dist release-notes clean
 demo: $(STAMP)
 	$(BIN)/totalreduce demo $(ARGS)
 
@@ -72,6 +72,10 @@ triton-tests: $(TRITON)/.installed warm-kernels
 soak: $(STAMP) $(TRITON)/.installed
 	$(PYTEST) -m slow --timeout 1800 $(ARGS)
 	$(if $(ARGS),,$(INTERPRETED) -m slow tests/unit/test_device_accumulator.py)
+
+# Tests for aarch64 under qemu, on x86-64 with Debian's apt; an hour, and 3 GB from the network at first.
+arm: $(STAMP)
+	$(BIN)/python tools/run_on_arm.py $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/totalreduce bench report $(ARGS)

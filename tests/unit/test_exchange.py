@@ -1,12 +1,12 @@
 """The fast lane's exchange, by ranks that are threads: compiled functions that run at the same time."""
 
-import ctypes
 import itertools
 import os
 import threading
 
 import numpy as np
 import pytest
+from process_reads import skip_without_process_reads
 
 from totalreduce.fastlane.board import BoardLayout
 from totalreduce.kernels import element_types, exchange
@@ -20,12 +20,6 @@ def align(size):
     memory = np.zeros(size + 64, np.uint8)
     start = -memory.ctypes.data % 64
     return memory[start : start + size]
-
-
-def skip_without_process_reads():
-    """Skip a test where the system has no ``process_vm_readv``: some sandboxes and emulators."""
-    if ctypes.CDLL(None).process_vm_readv(os.getpid(), None, 0, None, 0, 0) != 0:
-        pytest.skip("this system lets no process read another one's memory")
 
 
 class Host:

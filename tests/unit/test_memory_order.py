@@ -76,7 +76,7 @@ def accesses_in(module, words):
 
 def cross_compiled(module, folder=""):
     made = subprocess.run(
-        [sys.executable, "-c", CROSS, module, str(folder)], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", CROSS, module, str(folder)], capture_output=True, text=True, timeout=900, check=False
     )
     assert made.returncode == 0, made.stderr
     return made.stdout

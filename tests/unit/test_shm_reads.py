@@ -5,6 +5,7 @@ import os
 
 import numpy as np
 import pytest
+from process_reads import skip_without_process_reads
 from shm_desk import IDENTITY, Desk, Host
 
 from totalreduce.foundation.config import TcpConfig
@@ -14,6 +15,7 @@ from totalreduce.transports.shm_memory import SAMPLE_WORD
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_ranks_that_have_met_can_read_each_other(count):
+    skip_without_process_reads()
     with Host(count, process_reads=True) as host:
         tensor = np.ones(1000, np.uint8)
         for number, rank in enumerate(host.ranks):
@@ -54,6 +56,7 @@ def test_nobody_reads_unless_that_is_wanted():
 
 def test_a_sample_with_another_value_is_another_process():
     """A rank may announce an address that has something else in this rank's view: no number of a process is taken."""
+    skip_without_process_reads()
     with Host(2, meet=False, process_reads=True) as host:
         host.ranks[0]._outbox.words[SAMPLE_WORD + 1] ^= 1
         host.move(until=lambda: all(rank.connected_peers() for rank in host.ranks))
@@ -65,6 +68,7 @@ def test_a_sample_with_another_value_is_another_process():
 
 
 def test_memory_that_the_system_does_not_read():
+    skip_without_process_reads()
     with Host(2, process_reads=True) as host:
         page = mmap.PAGESIZE
         memory = mmap.mmap(-1, 2 * page)
