@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         StallError,
         TotalReduceError,
         UnsupportedError,
+        WorkerFailedError,
     )
     from totalreduce.foundation.observer import Observer
     from totalreduce.foundation.types import ReduceOp
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from totalreduce.groups.statistics import Statistics
     from totalreduce.groups.steps import StepReport
     from totalreduce.launch.bootstrap import init
+    from totalreduce.launch.functions import run
     from totalreduce.native.coordinator import Coordinator
     from totalreduce.pytorch.adasum import AdasumOptimizer, adasum_
     from totalreduce.pytorch.broadcast import broadcast_optimizer_state, broadcast_parameters
@@ -172,6 +174,7 @@ _HOMES = {
     "TotalReduceError": "foundation.errors",
     "UnsupportedError": "foundation.errors",
     "Work": "tensors.work",
+    "WorkerFailedError": "foundation.errors",
     "adasum_": "pytorch.adasum",
     "attempts": "c10d.attempts",
     "broadcast_optimizer_state": "pytorch.broadcast",
@@ -181,6 +184,7 @@ _HOMES = {
     "init": "launch.bootstrap",
     "recoverable": "recovery.job",
     "replayed": "recovery.replayed",
+    "run": "launch.functions",
 }
 
 __all__ = [
@@ -261,6 +265,7 @@ __all__ = [
     "TotalReduceError",
     "UnsupportedError",
     "Work",
+    "WorkerFailedError",
     "__version__",
     "adasum_",
     "attempts",
@@ -272,6 +277,7 @@ __all__ = [
     "ps",
     "recoverable",
     "replayed",
+    "run",
 ]
 
 

@@ -27,13 +27,13 @@ def test_two_ranks_train_in_a_notebook(tmp_path, monkeypatch):
     notebook = nbformat.read(shutil.copy(NOTEBOOK, tmp_path), as_version=4)
     nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    trained = re.findall(r"\[(\d)\] (\w+): rank (\d) of 2 has trained", text_of(cells[1]))
+    assert sorted(trained) == [(str(rank), kind, str(rank)) for rank in range(2) for kind in ("dense", "sparse")]
     lines = re.findall(r"(\w+): 2 ranks, last loss ([\d.]+), ([\d.]+) kB sent", text_of(cells[2]))
     assert [kind for kind, _, _ in lines] == ["dense", "sparse"]
     sent = {kind: float(kilobytes) for kind, _, kilobytes in lines}
     assert 0 < sent["sparse"] < 0.5 * sent["dense"]
-    for kind in sent:
-        losses = json.loads((tmp_path / f"two_ranks_{kind}.json").read_text())["losses"]
-        assert losses[-1] < 0.5 * losses[0]
+    assert all(float(loss) < 1.0 for _, loss, _ in lines)  # 2.3 before training
     assert any("image/png" in output.get("data", {}) for output in cells[3]["outputs"])
 
 

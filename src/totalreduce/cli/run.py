@@ -18,13 +18,13 @@ from typing import Annotated, Any
 
 import typer
 
-from totalreduce.foundation.environment import LIVE, current, users_path
+from totalreduce.foundation.environment import current, users_path
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.named_files import read_named
 from totalreduce.foundation.os_errors import describe_error
 from totalreduce.launch.ending import describe_failures
 from totalreduce.launch.hosts import Host, parse_hosts
-from totalreduce.launch.live import LiveJob
+from totalreduce.launch.live import LiveJob, open_live_job
 from totalreduce.launch.local import EmulateOptions, HostOptions, RecoveryOptions, RunResult, run_workers
 from totalreduce.launch.output import Streams
 from totalreduce.launch.placement import launcher_address, read_host_file, ssh_command
@@ -282,7 +282,7 @@ def run(
             raise ConfigurationError(
                 "--restarts, --min-ranks, --max-ranks, --max-servers, --spares and --events go with --on-loss"
             )
-        live, missing = _live_job(stack, note)
+        live, missing = open_live_job(stack, note)
         if dashboard or dashboard_port is not None or dashboard_token is not None:
             if live is None:
                 raise ConfigurationError(f"--dashboard shows the figures that the ranks write, and {missing}")
@@ -334,17 +334,6 @@ def _write_summary(path: Path, document: dict[str, Any], note: _Note) -> None:
     if writer.loss.num_bytes:
         with contextlib.suppress(OSError):  # a part of it would look like a document
             os.truncate(path, 0)
-
-
-def _live_job(stack: contextlib.ExitStack, note: _Note) -> tuple[LiveJob | None, str]:
-    """Return the folder for the live view; or ``None``, and why the job does without: unwanted, or impossible."""
-    if current().get(LIVE) == "0":
-        return None, f"{LIVE}=0 forbids that"
-    try:
-        return stack.enter_context(LiveJob(note)), ""
-    except ConfigurationError as error:
-        note(f"no live view of this job: {error}")
-        return None, str(error)
 
 
 def _serve_dashboard(

@@ -18,6 +18,7 @@
     │   ├── AuthenticationError a peer could not prove that it knows the job's key
     │   └── RecoveryError       the job cannot go on after a loss
     ├── RefusedError            a parameter server has not applied a request
+    ├── WorkerFailedError       a worker of ``tr.run`` has failed
     └── ProtocolError           bytes that no correct peer sends
 
 An error says what happened, where (rank, tensor), and what to do about it.
@@ -47,6 +48,7 @@ __all__ = [
     "StallError",
     "TotalReduceError",
     "UnsupportedError",
+    "WorkerFailedError",
 ]
 
 
@@ -261,3 +263,17 @@ class RecoveryError(RendezvousError):
 
 class ProtocolError(TotalReduceError):
     """A peer sent bytes that no correct peer sends. The connection is dropped and counted."""
+
+
+class WorkerFailedError(TotalReduceError):
+    """A worker of ``tr.run`` has failed, and the others were ended. The message has the worker's traceback.
+
+    Attributes:
+        rank: The rank of the worker that failed first.
+        traceback: Its traceback, as text, from the function on; its last lines of standard error if it has none.
+        exit_code: Its exit code; 128 plus the number of the signal that killed it.
+    """
+
+    def __init__(self, rank: int, reason: str, traceback: str, exit_code: int) -> None:
+        super().__init__(f"rank {rank} failed: {reason}" + (f"\n\n{traceback.rstrip()}" if traceback else ""))
+        self.rank, self.traceback, self.exit_code = rank, traceback, exit_code

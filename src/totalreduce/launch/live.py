@@ -10,13 +10,16 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, final
 
+from totalreduce.foundation.environment import LIVE, current
+from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.os_errors import describe_error
 from totalreduce.observe.board import Board, launcher_identity, make_board
 from totalreduce.observe.job import JobRecord
 
-__all__ = ["LiveJob"]
+__all__ = ["LiveJob", "open_live_job"]
 
 #: The file about the job is written at most so often.
 _WRITE_S = 0.25
@@ -73,3 +76,14 @@ class LiveJob:
                 if self._warn is not None:
                     self._warn(f"the live view of this job cannot be written: {describe_error(error)}. The job goes on")
                     self._warn = None
+
+
+def open_live_job(stack: ExitStack, note: Callable[[str], object]) -> tuple[LiveJob | None, str]:
+    """Return the folder for the live view; or ``None``, and why the job does without: unwanted, or impossible."""
+    if current().get(LIVE) == "0":
+        return None, f"{LIVE}=0 forbids that"
+    try:
+        return stack.enter_context(LiveJob(note)), ""
+    except ConfigurationError as error:
+        note(f"no live view of this job: {error}")
+        return None, str(error)
