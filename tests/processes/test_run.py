@@ -608,3 +608,36 @@ sys.exit("ValueError: bad data")"""
     assert code == 1
     assert "rank 1 failed first: exit code 1" in errors
     assert "totalreduce:   ValueError: bad data" in errors
+
+
+def test_a_launcher_on_each_machine_as_with_torchrun(launcher, script):
+    path = script(
+        "names = 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'GROUP_RANK', 'MASTER_ADDR', 'MASTER_PORT', "
+        "'TOTALREDUCE_JOB_ID'\nprint(*(os.environ[name] for name in names), 'TOTALREDUCE_JOB_KEY' in os.environ)"
+    )
+    endpoint = "127.0.0.1:21999"  # nothing listens: the script makes no group
+    jobs = [
+        # With underscores, as many scripts for torchrun have them.
+        launcher("--nproc_per_node=2", "--nnodes", 2, "--node_rank", number, "--rdzv-endpoint", endpoint, path)
+        for number in range(2)
+    ]
+    for number, job in enumerate(jobs):
+        code, output, errors = finish(job)
+        assert code == 0, errors
+        rest = f"{number} 127.0.0.1 21999 run@{endpoint} False"
+        assert sorted(output.splitlines()) == [f"[{2 * number + local}] 4 {local} 2 {rest}" for local in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("-n", 2, "--nproc-per-node", 2), "-n and --nproc-per-node exclude each other"),
+        (("--nproc-per-node", "gpu"), "--nproc-per-node is a number of workers, at least 1, not 'gpu'"),
+        (("-n", 4, "--nnodes", 2, "--node-rank", 0, "--master-addr", "a"), "write --nproc-per-node with --nnodes"),
+        (("--rdzv-endpoint", "a:1", "--on-loss", "replace"), "--on-loss does not go with --nnodes"),
+    ],
+)
+def test_mistakes_with_options_of_torchrun(launcher, script, options, message):
+    code, _, errors = finish(launcher(*options, script("pass")))
+    assert code == 2
+    assert message in errors

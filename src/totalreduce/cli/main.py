@@ -42,8 +42,13 @@ COMMANDS: Extensions[Any] = Extensions(
     "command",
     "totalreduce.commands",
     {
-        # `run` stops at the first word that is no option: what follows belongs to the script.
-        "run": _Built("totalreduce.cli.run", "run", {"allow_interspersed_args": False}),
+        # `run` stops at the first word that is no option: what follows belongs to the script. torchrun's options are
+        # often written with underscores.
+        "run": _Built(
+            "totalreduce.cli.run",
+            "run",
+            {"allow_interspersed_args": False, "token_normalize_func": lambda word: word.replace("_", "-")},
+        ),
         "top": _Built("totalreduce.cli.top", "top"),
         "demo": _Built("totalreduce.cli.demo", "demo"),
         "bench": _Built("totalreduce.bench.app", "bench_app"),

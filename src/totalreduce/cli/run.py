@@ -26,6 +26,7 @@ from totalreduce.launch.ending import describe_failures
 from totalreduce.launch.hosts import Host, parse_hosts
 from totalreduce.launch.live import LiveJob, open_live_job
 from totalreduce.launch.local import EmulateOptions, HostOptions, RecoveryOptions, RunResult, run_workers
+from totalreduce.launch.nodes import NodeOptions, node_options
 from totalreduce.launch.output import Streams
 from totalreduce.launch.placement import launcher_address, read_host_file, ssh_command
 from totalreduce.launch.workers import default_num_threads, describe_ranks
@@ -55,6 +56,44 @@ def run(
     *,
     num_workers: Annotated[
         int | None, typer.Option("-n", "--num-workers", min=1, help="Number of workers.", show_default="1")
+    ] = None,
+    nproc_per_node: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N", help="Number of workers of this machine.", show_default="1", rich_help_panel="From torchrun"
+        ),
+    ] = None,
+    nnodes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="Number of machines, on each of which totalreduce run is started with --node-rank.",
+            show_default="1",
+            rich_help_panel="From torchrun",
+        ),
+    ] = None,
+    node_rank: Annotated[
+        int | None,
+        typer.Option(help="Number of this machine, from 0.", show_default="0", rich_help_panel="From torchrun"),
+    ] = None,
+    rdzv_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", help="Machine 0, and a port that is free there.", rich_help_panel="From torchrun"
+        ),
+    ] = None,
+    rdzv_backend: Annotated[
+        str | None, typer.Option(help="c10d or static; both mean the same here.", rich_help_panel="From torchrun")
+    ] = None,
+    rdzv_id: Annotated[
+        str | None, typer.Option(help="Id of the job, if several use a port.", rich_help_panel="From torchrun")
+    ] = None,
+    master_addr: Annotated[
+        str | None, typer.Option(help="Machine 0, as in --rdzv-endpoint.", rich_help_panel="From torchrun")
+    ] = None,
+    master_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="The port, as in --rdzv-endpoint.", rich_help_panel="From torchrun"),
     ] = None,
     servers: Annotated[
         int | None,
@@ -218,6 +257,7 @@ def run(
     totalreduce run -n 4 --output logs train.py
     totalreduce run -n 2 --no-python ./train.sh
     totalreduce run -H node0:4,node1:4 train.py
+    totalreduce run --nproc-per-node 4 --nnodes 2 --node-rank 1 --rdzv-endpoint node0:29500 train.py
     totalreduce run -n 8 --hosts-file hosts --ssh-port 2222 train.py
     totalreduce run --emulate-hosts 8 --emulate-rate 1gbit train.py
     totalreduce run -n 8 --on-loss replace --restarts 20 train.py
@@ -227,6 +267,24 @@ def run(
     totalreduce run -n 4 --dashboard train.py
     """
     num_servers, late = servers or 0, None
+    node = node_options(
+        nnodes=nnodes,
+        node_rank=node_rank,
+        endpoint=rdzv_endpoint,
+        backend=rdzv_backend,
+        job=rdzv_id,
+        master_addr=master_addr,
+        master_port=master_port,
+    )
+    num_workers = _per_node(num_workers, nproc_per_node, node)
+    if node is not None:
+        others = {"--servers": servers, "--hosts": hosts, "--hosts-file": hosts_file, "--on-loss": on_loss}
+        for name, value in {**others, "--emulate-hosts": emulate_hosts}.items():
+            if value is not None:
+                raise ConfigurationError(
+                    f"{name} does not go with --nnodes, --rdzv-endpoint and --master-addr: it needs one launcher for "
+                    "the whole job. Leave these options out, and list several machines with --hosts"
+                )
     listed = _listed_hosts(hosts, hosts_file)
     ssh = {"--ssh-port": ssh_port, "--ssh-identity": ssh_identity}
     remote = {**ssh, "--remote-shell": remote_shell, "--remote-python": remote_python, "--address": address}
@@ -262,7 +320,9 @@ def run(
                 f"started one worker: {late!r} comes after {script} and belongs to the script. For several workers put "
                 f"the option before the script: totalreduce run -n 2 {script}"
             )
-        several = _say_what_was_chosen(num_workers, num_servers, emulate, several, note)
+        several = _say_what_was_chosen(
+            num_workers // (1 if node is None else node.count), num_servers, emulate, several, note
+        )
         if json_file is not None:
             _check_summary(json_file)
         recovery = None
@@ -293,6 +353,7 @@ def run(
             num_servers=num_servers,
             emulate=emulate,
             hosts=several,
+            node=node,
             output="all" if output == "all" else "rank0" if output == "rank0" else Path(output),
             grace_s=grace,
             timeout_s=timeout,
@@ -305,6 +366,23 @@ def run(
             _write_summary(json_file, {"command": argv, **result.as_dict()}, note)
         _report(result, timeout, note)
     raise typer.Exit(result.exit_code)
+
+
+def _per_node(num_workers: int | None, per_node: str | None, node: NodeOptions | None) -> int | None:
+    """Return the number of workers of all machines; ``None`` if no option says it."""
+    if per_node is None:
+        if node is None or node.count == 1:
+            return num_workers
+        if num_workers is not None:
+            raise ConfigurationError(
+                f"-n {num_workers} is a number of workers of all machines: write --nproc-per-node with --nnodes"
+            )
+        return node.count
+    if num_workers is not None:
+        raise ConfigurationError("-n and --nproc-per-node exclude each other")
+    if not per_node.isdecimal() or not int(per_node):
+        raise ConfigurationError(f"--nproc-per-node is a number of workers, at least 1, not {per_node!r}")
+    return int(per_node) * (1 if node is None else node.count)
 
 
 def _open_closed_streams() -> None:

@@ -35,6 +35,7 @@ from totalreduce.launch.ending import Escalation, failure_of, find_first_failure
 from totalreduce.launch.guard import Guard
 from totalreduce.launch.hosts import Host, HostPool
 from totalreduce.launch.live import LiveJob
+from totalreduce.launch.nodes import NodeOptions
 from totalreduce.launch.output import Output, Relay, Streams, open_relay
 from totalreduce.launch.placement import HostOptions, HostsFile, Placement, is_this_host, launcher_address
 from totalreduce.launch.program_errors import ProgramErrors
@@ -74,6 +75,7 @@ def run_workers(
     num_servers: int = 0,
     emulate: EmulateOptions | None = None,
     hosts: HostOptions | None = None,
+    node: NodeOptions | None = None,
     environment: Mapping[str, str] | None = None,
     output: Output = "all",
     grace_s: float = 5.0,
@@ -97,6 +99,8 @@ def run_workers(
         emulate: Put the ranks into emulated hosts; their number must then be hosts times ranks per host.
         hosts: Other hosts on which workers run; by default all run on this one. The first hosts of the list are filled
             first.
+        node: This launcher starts the ranks of one machine, and the launchers of other machines start the others;
+            ``num_workers`` counts all of them, equally many on each machine. The result has the ranks of this one.
         environment: The environment that the workers' environments extend; by default this process's.
         output: Where the workers' output goes; see :data:`totalreduce.launch.output.Output`.
         grace_s: Time from SIGTERM to SIGKILL.
@@ -118,15 +122,15 @@ def run_workers(
         if live is not None:
             recovery = dataclasses.replace(recovery, on_event=_to_all(recovery.on_event, live.note))
         seats = recovery.seats(num_workers, num_servers)
-    pool = _pool(seats, emulate, hosts)
-    job_id = f"run-{os.getpid()}-{secrets.token_hex(8)}"
+    pool = _pool(seats, emulate, hosts, node)
+    job_id = f"run-{os.getpid()}-{secrets.token_hex(8)}" if node is None else node.job
     base = current() if environment is None else environment
     with contextlib.ExitStack() as stack:
         guard = stack.enter_context(Guard())
         address = master = "127.0.0.1"
         prefix: list[str] = []
         emulated: dict[str, EmulatedHost] = {}
-        num_local = num_ranks
+        num_local, own_seats = num_ranks, seats.first
         if hosts is not None:
             address, _ = launcher_address(hosts)
             first = hosts.hosts[0]
@@ -147,6 +151,12 @@ def run_workers(
         common = common_environment(
             base, seats.workers, master_address=master, job_id=job_id, num_servers=seats.servers
         )
+        if node is not None:
+            num_local, own_seats = num_workers // node.count, list(node.seats(num_workers))
+            common |= {"MASTER_ADDR": node.address, "MASTER_PORT": str(node.port)}
+            if node.count > 1 and "TOTALREDUCE_JOB_KEY" not in base:
+                # The launchers of the other machines do not know it. Rank 0 makes one for all.
+                common.pop("TOTALREDUCE_JOB_KEY", None)
         if live is not None:
             common[LIVE] = str(live.board.path)
             live.begin(job_id, argv, num_ranks)
@@ -168,7 +178,7 @@ def run_workers(
         supervisor = _Supervisor(relay, Escalation(linger_s, grace_s), placement, kept, live)
         with _signals_to(supervisor):
             try:
-                supervisor.start(seats.first)
+                supervisor.start(own_seats)
                 supervisor.watch(timeout_s)
             finally:
                 supervisor.finish()
@@ -186,13 +196,20 @@ def _to_all(*callbacks: Callable[[dict[str, Any]], None]) -> Callable[[dict[str,
     return call
 
 
-def _pool(seats: Seats, emulate: EmulateOptions | None, hosts: HostOptions | None) -> HostPool:
+def _pool(
+    seats: Seats, emulate: EmulateOptions | None, hosts: HostOptions | None, node: NodeOptions | None
+) -> HostPool:
     """Return the hosts of a run, which have a slot for every worker and every server with which it begins."""
     num_workers, num_servers = seats.first_workers, seats.first_servers
     if num_workers < 1:
         raise ConfigurationError(f"the number of workers must be at least 1, not {num_workers}")
     num_ranks = num_workers + num_servers
     ranks = describe_ranks(num_workers, num_servers)
+    if node is not None:
+        pool = HostPool([Host(name, num_workers // node.count) for name in node.names])
+        for seat in range(num_workers):  # those of the other machines, too
+            pool.place(seat)
+        return pool
     if hosts is not None:
         if emulate is not None:
             raise ConfigurationError("a run has emulated hosts or a list of hosts, and not both")
