@@ -20,6 +20,7 @@ from totalreduce.foundation.version import VERSION
 if TYPE_CHECKING:
     from totalreduce import server as ps
     from totalreduce.c10d.attempts import attempts
+    from totalreduce.c10d.sync_ddp import sync_ddp
     from totalreduce.codecs.half import Half
     from totalreduce.codecs.int4 import Int4
     from totalreduce.codecs.int8 import Int8
@@ -185,6 +186,7 @@ _HOMES = {
     "recoverable": "recovery.job",
     "replayed": "recovery.replayed",
     "run": "launch.functions",
+    "sync_ddp": "c10d.sync_ddp",
 }
 
 __all__ = [
@@ -278,6 +280,7 @@ __all__ = [
     "recoverable",
     "replayed",
     "run",
+    "sync_ddp",
 ]
 
 
