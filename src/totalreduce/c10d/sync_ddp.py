@@ -2,6 +2,8 @@
 
 # Annotations are objects in this file, not text: DDP compares those of a hook with its own classes.
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
@@ -60,7 +62,7 @@ def sync_ddp(
     if settings is None:
         raise ConfigurationError("tr.sync_ddp needs a strategy or a sparse method: without one DDP does all by itself")
     members = model.process_group
-    hook: tuple[object, object] = (None, _keep_local)
+    hook: tuple[object, Callable[..., object]] = (None, _keep_local)
     if not isinstance(settings, Strategy):
         hook = ddp_hook(settings, feedback=feedback, process_group=members, grad_scaler=grad_scaler)
     elif dist.get_world_size(members) != dist.get_world_size():
