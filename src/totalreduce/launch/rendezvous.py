@@ -33,6 +33,7 @@ from totalreduce.foundation.os_errors import missing_descriptors
 from totalreduce.foundation.world import World
 from totalreduce.launch.arrivals import Arrival, find_conflict
 from totalreduce.launch.rounds import enter_round
+from totalreduce.launch.unreachable import why_unreachable
 
 __all__ = ["Meeting", "Member", "StoreRank", "compare_settings", "current_world", "open_store"]
 
@@ -164,10 +165,14 @@ def open_store(world: World, timeout_s: float) -> Store:
         shortage = missing_descriptors(_STORE_DESCRIPTORS)
         if shortage is not None:
             raise RendezvousError(f"rank {world.rank} cannot {role} the store at {where}: {shortage}") from error
+        cause = why_unreachable(world.master_address, world.master_port, _ASK_S, serves=serves)
         raise RendezvousError(
-            f"rank {world.rank} cannot {role} the store at {where}: {_first_line(error)}. "
-            "Rank 0 serves it: was it started, and with the same world size? Check MASTER_ADDR and MASTER_PORT "
-            "(is the port free on rank 0's host, and open?)"
+            f"rank {world.rank} cannot {role} the store at {where}: "
+            + (
+                cause
+                or f"{_first_line(error)}. Rank 0 serves it: was it started, and with the same world size? Check "
+                "MASTER_ADDR and MASTER_PORT (is the port free on rank 0's host, and open?)"
+            )
         ) from error
 
 
