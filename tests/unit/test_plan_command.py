@@ -1,9 +1,12 @@
 """``totalreduce plan``: what it predicts must follow from the engines, the sessions and the hosts."""
 
+import contextlib
 import json
+import sys
 
 import pytest
 
+from totalreduce.bench import plan_script as recording
 from totalreduce.bench.methods import make_method
 from totalreduce.bench.plan import make_trace
 from totalreduce.bench.plan_machines import IDEAL, Calibration, Machines
@@ -242,6 +245,52 @@ def script(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(SCRIPT)
     return path
+
+
+WITH_ARGUMENTS = """
+import argparse
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", type=int, default=4)
+options = parser.parse_args()
+
+
+def make():
+    model = torch.nn.Linear(2, options.width)
+    return model, lambda: model(torch.ones(3, 2)).square().sum()
+"""
+
+
+def test_a_script_has_arguments_of_its_own(tmp_path, monkeypatch, capsys):
+    """A script may read its arguments at module level."""
+    from totalreduce.cli.main import main
+
+    path = tmp_path / "mine.py"
+    path.write_text(WITH_ARGUMENTS)
+    words = ["plan", "--ranks", "2", "--by", "dense", "--ideal", "--script", f"{path}:make"]
+    monkeypatch.setattr("sys.argv", ["totalreduce", *words])
+    before = list(sys.path)
+    assert [layer.elements for layer in trace_script(f"{path}:make").layers] == [12]
+    for given, elements in ([], 12), (["--", "--width", "7"], 21):
+        seen = []
+
+        def look(*arguments, seen=seen):
+            seen.append(trace_script(*arguments))
+            raise SystemExit  # what a plan makes of the trace has its own tests
+
+        monkeypatch.setattr(recording, "trace_script", look)
+        with contextlib.suppress(SystemExit):
+            main([*words, *given])
+        assert [layer.elements for layer in seen[0].layers] == [elements]
+    assert sys.argv == ["totalreduce", *words]
+    assert sys.path == before
+    with pytest.raises(SystemExit):
+        main([*words, "--", "--depth", "7"])
+    assert "its arguments stand after `--`" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", "mlp", "gpt"])
+    assert "a plan takes one trace; gpt would be" in capsys.readouterr().err
 
 
 @pytest.mark.slow

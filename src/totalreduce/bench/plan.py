@@ -51,6 +51,9 @@ def plan(
         str | None,
         typer.Argument(help="A file of `totalreduce bench trace`, or a name: mlp, gpt, cnn (those shipped)."),
     ] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="With --script, after `--`: the arguments of the script.")
+    ] = None,
     script: Annotated[
         str | None,
         typer.Option(help="Instead of a trace, FILE.py:FUNCTION, which returns a model and a function of its loss."),
@@ -126,7 +129,7 @@ def plan(
     for text in contestants:
         check_contestant(text, density)
     sizes = _sizes(ranks)
-    model = _model(trace, script, num_parameters, step_ms).scaled(time=1 / compute)
+    model = _model(trace, arguments or [], script, num_parameters, step_ms).scaled(time=1 / compute)
     planner = Planner(
         model,
         place,
@@ -176,19 +179,24 @@ def make_trace(num_parameters: int, step_s: float) -> Trace:
     return Trace(f"{num_parameters / 1e6:g} M parameters", "--parameters: even layers", tuple(rows), step_s)
 
 
-def _model(trace: str | None, script: str | None, parameters: str | None, step_ms: float) -> Trace:
+def _model(
+    trace: str | None, arguments: Sequence[str], script: str | None, parameters: str | None, step_ms: float
+) -> Trace:
+    if script is not None and parameters is None:
+        from totalreduce.bench.plan_script import trace_script
+
+        # The first word after `--` is read as the trace, for which a script has no use.
+        return trace_script(script, [*([] if trace is None else [trace]), *arguments])
+    if arguments:
+        raise ConfigurationError(f"a plan takes one trace; {' '.join(arguments)} would be arguments of a --script")
     if sum(each is not None for each in (trace, script, parameters)) != 1:
         raise ConfigurationError("a plan needs one model: a trace, --script or --parameters")
     if trace is not None:
         return load_trace(find_traces([trace], [])[0])
-    if parameters is not None:
-        if step_ms <= 0:
-            raise ConfigurationError(f"--step-ms must be positive, not {step_ms:g}")
-        return make_trace(parse_count(parameters), step_ms / 1000)
-    from totalreduce.bench.plan_script import trace_script
-
-    assert script is not None
-    return trace_script(script)
+    assert parameters is not None
+    if step_ms <= 0:
+        raise ConfigurationError(f"--step-ms must be positive, not {step_ms:g}")
+    return make_trace(parse_count(parameters), step_ms / 1000)
 
 
 def _machines(path: Path | None, **given: Any) -> Machines:

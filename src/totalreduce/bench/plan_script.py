@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ __all__ = ["trace_script"]
 _STEPS = 10
 
 
-def trace_script(text: str) -> Trace:
+def trace_script(text: str, arguments: Sequence[str] = ()) -> Trace:
     """Return the trace of the model that ``FILE.py:FUNCTION`` returns, trained for a few steps in this process.
 
-    The function takes no arguments. It returns the model and a function without arguments that returns the model's loss
+    The script finds itself and ``arguments`` in ``sys.argv``, not the words of this command. The function takes no
+    arguments. It returns the model and a function without arguments that returns the model's loss
     on a batch.
 
     Raises:
@@ -33,9 +35,25 @@ def trace_script(text: str) -> Trace:
     path = Path(path_text)
     if not colon or not path.is_file():
         raise ConfigurationError(f"--script takes FILE.py:FUNCTION, and the file must exist; not {text!r}")
-    model, loss = _called(_function(path, name), text)
+    with _as_script(path, arguments):
+        model, loss = _called(_function(path, name), text)
+        return _trace(path, name, model, loss, text)
+
+
+def _trace(path: Path, name: str, model: nn.Module, loss: Callable[[], Any], text: str) -> Trace:
     source = f"totalreduce plan --script {path.name}:{name}: torch {torch.__version__}, SGD"
     return record_model(model, lambda _: _loss(loss, text), num_steps=_STEPS, name=path.stem, source=source)
+
+
+@contextlib.contextmanager
+def _as_script(path: Path, arguments: Sequence[str]) -> Iterator[None]:
+    """Give a script what Python gives it: its arguments, and its folder first on the path of modules."""
+    words, folders = sys.argv, sys.path
+    sys.argv, sys.path = [str(path), *arguments], [str(path.resolve().parent), *folders]
+    try:
+        yield
+    finally:
+        sys.argv, sys.path = words, folders
 
 
 def _function(path: Path, name: str) -> Callable[[], Any]:
@@ -43,11 +61,13 @@ def _function(path: Path, name: str) -> Callable[[], Any]:
     if spec is None or spec.loader is None:
         raise ConfigurationError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.resolve().parent))  # as Python does for a script, which may import its neighbours
     try:
         spec.loader.exec_module(module)
-    finally:
-        sys.path.pop(0)
+    except SystemExit as end:  # argparse has printed its usage
+        raise ConfigurationError(
+            f"{path} ended while it was imported, with exit code {end.code}: its arguments stand after `--`, as in "
+            f"`totalreduce plan --script {path.name}:{name} -- --layers 3`"
+        ) from None
     function: Callable[[], Any] | None = getattr(module, name, None)
     if not callable(function):
         raise ConfigurationError(f"{path} has no function {name!r}")
