@@ -133,7 +133,7 @@ def test_too_few_ranks_are_an_error_on_every_rank(tmp_path: Path, monkeypatch: p
     assert found.result.exit_code == 1
     for rank in (0, 2):
         assert (
-            "RecoveryError: epoch 2 needs 3 ranks, and 2 have come within 4 s. Missing: rank 1"
+            "RecoveryError: membership 2 needs 3 ranks, and 2 have come within 4 s. Missing: rank 1"
             in (found.result.errors[rank])
         )
     assert found.finals == []

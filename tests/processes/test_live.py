@@ -241,7 +241,7 @@ def test_the_page_shows_a_killed_rank_and_the_members_after_it(tmp_path, zygote,
         before = tab.evaluate(step)
         await_in(tab, f"{running} === {survivors} && {step} > {before + 5}")
         assert tab.inner_text(".card[data-name=ranks] b") == f"{survivors} of {survivors}"
-        assert tab.inner_text(".card[data-name=epoch] b") == "2"
+        assert tab.inner_text(".card[data-name=membership] b") == "2"
         state = tab.get_attribute("#ranks tr[data-seat='2']", "data-state")
         assert state == ("running" if on_loss == "replace" else "lost")
         lagging.close()

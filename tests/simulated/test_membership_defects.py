@@ -273,11 +273,11 @@ def test_values_of_the_store_that_no_process_writes_are_refused() -> None:
             for _ in assembly().meeting(Report(0, 0)):
                 pass
     store = MemoryStore({**first, decision_key(1): Decision(2, ()).encode().encode()})
-    with pytest.raises(ProtocolError, match="epoch 2 as that of epoch 1"):
+    with pytest.raises(ProtocolError, match="membership 2 as that of membership 1"):
         next(assembly().meeting(Report(0, 0)))
     for number in (b"", b"-1", b"1e3", b"9" * 10):
         store = MemoryStore({FIRST_EPOCH: number})
-        with pytest.raises(ProtocolError, match="the number of an epoch"):
+        with pytest.raises(ProtocolError, match="the number of a membership"):
             assembly()
     for text in ("1", json.dumps({"seat": -1}), json.dumps({"seat": True, "incarnation": 0, "version": 0})):
         with pytest.raises(ProtocolError):

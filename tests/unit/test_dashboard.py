@@ -14,6 +14,7 @@ from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.observe import dashboard as dashboards
 from totalreduce.observe.board import Board
 from totalreduce.observe.dashboard import Dashboard
+from totalreduce.observe.view import JobView
 
 TOKEN = "a-token-of-some-length"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
@@ -132,12 +133,13 @@ def test_the_page_names_no_other_site():
 
 
 def read_events(page, count):
-    """Return the views of the first events of a stream."""
+    """Return the views of the first events of a stream, after the history with which it begins."""
     connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=10)
     connection.request("GET", "/events", headers=BEARER)
     answer = connection.getresponse()
     assert answer.getheader("Content-Type") == "text/event-stream"
-    assert answer.readline() == b"retry: 1000\n"
+    assert [answer.readline() for _ in range(3)] == [b"retry: 1000\n", b"\n", b"event: history\n"]
+    assert answer.readline().startswith(b"data: [")
     found = []
     while len(found) < count and (line := answer.readline()):
         if line.startswith(b"data: "):
@@ -159,6 +161,37 @@ def test_views_are_pushed_and_the_last_one_says_that_the_job_is_over(board, monk
     last = json.loads(lines[-1][6:])
     assert (last["job"], last["is_over"]) == ("run-8", True)
     connection.close()
+
+
+def test_a_page_that_is_opened_late_gets_the_step_times_so_far(board, monkeypatch):
+    monkeypatch.setattr(dashboards, "_EVENT_S", 0.01)
+    monkeypatch.setattr(dashboards, "_READ_S", 0.0)
+    monkeypatch.setattr(dashboards, "_LOOK_S", 0.01)
+    noted = threading.Semaphore(0)
+    with Dashboard(board, token=TOKEN) as page:
+        views, note = page.views, page.views.note
+
+        def note_and_tell():
+            note()
+            if len(views._history) == dashboards._HISTORY:
+                noted.release()
+
+        monkeypatch.setattr(views, "note", note_and_tell)
+        monkeypatch.setattr(
+            JobView,
+            "read",
+            lambda *_: JobView(job="", command="", began_at=0.0, now=0.0, step_s=0.3, compute_s=0.2, exposed_s=0.1),
+        )
+        assert noted.acquire(timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=10)
+        connection.request("GET", "/events", headers=BEARER)
+        answer = connection.getresponse()
+        lines = [answer.readline() for _ in range(4)]
+        connection.close()
+    assert lines[2] == b"event: history\n"
+    history = json.loads(lines[3].removeprefix(b"data: "))
+    assert len(history) == dashboards._HISTORY  # bounded
+    assert history[-1] == [0.2, 0.1]
 
 
 def test_streams_and_connections_are_bounded(page, monkeypatch):

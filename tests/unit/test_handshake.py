@@ -45,7 +45,7 @@ def test_a_wrong_key_is_noticed_by_both_ends() -> None:
 )
 def test_another_job_or_epoch(other: JobIdentity) -> None:
     connector, acceptor = pair(connecting=other)
-    with pytest.raises(AuthenticationError, match="another job or epoch"):
+    with pytest.raises(AuthenticationError, match="another job or membership"):
         acceptor.feed(connector.outgoing)
 
 

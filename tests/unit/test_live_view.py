@@ -1,14 +1,18 @@
 """The figures of ranks, the folder of a job, and what a person is shown of both."""
 
+import ast
 import asyncio
 import contextlib
 import io
 import json
 import logging
 import os
+import re
 import threading
 import time
 from dataclasses import replace
+from importlib import resources
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,6 +57,13 @@ def figures(seat=0, **changed):
         "received_per_s": 20.0,
     }
     return RankFigures(**(values | changed))
+
+
+def plain(tables):
+    """Return what a terminal shows."""
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(tables)
+    return console.export_text()
 
 
 def readings(*ranks, age_s=0.5):
@@ -291,6 +302,55 @@ def test_members_of_an_epoch():
     assert closed.late == ()
 
 
+def test_after_the_end_the_last_figures_are_shown():
+    job = record_of(*STARTED[:2], *(event("ended", rank=rank, exit_code=0, signal=None) for rank in (0, 1)))
+    view = view_of(job, readings(*(figures(rank, is_open=False) for rank in (0, 1)), age_s=60.0), 0.0)
+    assert [row.state for row in view.ranks] == ["ended", "ended"]
+    assert (view.step_s, view.compute_s, view.exposed_s, view.hidden_share) == (0.1, 0.06, 0.04, 0.5)
+    assert view.sent_per_s == 0.0  # nothing is sent any more
+
+
+def test_a_share_is_not_shown_before_a_step_has_been_timed():
+    view = view_of({}, readings(figures(0, step_s=0.0, hidden_share=1.0)), 0.0)
+    text = plain(job_tables(view))
+    assert "- hidden" in text
+    assert "100%" not in text
+
+
+def test_the_number_of_a_membership_is_not_called_an_epoch():
+    """Users train in epochs."""
+    members = [{"seat": 0, "incarnation": 0, "has_state": True}]
+    job = record_of(*STARTED[:1], event("epoch", epoch=2, members=members, version=17))
+    view = view_of(job, readings(figures(0, epoch=2, world_size=1)), 0.0)
+    text = plain(job_tables(view))
+    assert "membership 2" in text
+    assert "(membership 2)" in view.events[-1]["text"]
+    page = resources.files("totalreduce.observe").joinpath("page", "page.js").read_text()
+    assert '["membership", job.epoch]' in page
+    for shown in (text, metrics.exposition(view)[0].decode()):
+        assert "epoch" not in shown.lower()
+
+
+def test_messages_about_memberships_do_not_say_epoch():
+    """Texts of errors and logs in the folders that know memberships, but for names in documents and samples' epochs."""
+    source = resources.files("totalreduce")
+    found = []
+    for folder in ("recovery", "server", "launch", "transports", "observe", "engine"):
+        for path in Path(str(source / folder)).glob("*.py"):
+            if path.name in ("sampler.py", "stream.py", "dealing.py"):  # epochs of the data set
+                continue
+            docstrings = set()
+            tree = ast.parse(path.read_text())
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                    docstrings.add(id(node.value))
+            for node in ast.walk(tree):
+                is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings
+                if is_text and re.search(r"\bepochs?\b.* | \bepochs?\b", node.value):
+                    found.append((path.name, node.value))
+    assert [each for each in found if each != ("launcher_store.py", "/first epoch")] == []
+
+
 def test_numbers_of_the_job_are_those_of_running_ranks():
     links = (Link(peer=1, sent=500, received=0, sent_per_s=50.0, received_per_s=0.0),)
     first = figures(0, links=links, stalls=1, sources={"model": {"density": 0.02}})
@@ -300,9 +360,7 @@ def test_numbers_of_the_job_are_those_of_running_ranks():
     assert [(each.sender, each.receiver, each.per_s, each.total) for each in view.links] == [(0, 1, 50.0, 500)]
     assert view.training == {"model": {"density": 0.02}}
     assert view.faults["stalls"] == 1
-    console = Console(width=100, record=True, file=io.StringIO())
-    console.print(job_tables(view))
-    text = console.export_text()
+    text = plain(job_tables(view))
     assert "2 of 3 ranks" in text
     assert "200.0 ms a step: 110.0 ms computing, 90.0 ms exposed" in text
     assert "seat 1 computes for 50.0 ms longer than the median rank" in text

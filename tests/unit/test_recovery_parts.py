@@ -354,7 +354,9 @@ def test_a_job_begins_with_fewer_ranks_than_seats() -> None:
 
 
 def test_at_the_deadline_the_missing_ranks_are_named() -> None:
-    with pytest.raises(RecoveryError, match=r"epoch 5 needs 3 ranks, and 1 have come within 100 s. Missing: rank 1, 2"):
+    with pytest.raises(
+        RecoveryError, match=r"membership 5 needs 3 ranks, and 1 have come within 100 s. Missing: rank 1, 2"
+    ):
         decide("replace", [Report(0, 0, True, 10)], now=100.0)
     with pytest.raises(ConfigurationError, match="--min-ranks must be from 1 to the number of workers, 3, not 4"):
         decide("shrink", [], min_ranks=4)

@@ -25,7 +25,7 @@ class Statistics:
         floating_bytes: Memory of these messages now.
         floating_bytes_peak: The largest ``floating_bytes`` so far; at most ``EngineConfig.floating_bytes_max``.
         held_messages: Messages that waited until a peer said that it has submitted the operation.
-        dropped_messages: Messages of failed operations or old epochs.
+        dropped_messages: Messages of failed operations or earlier memberships.
         dropped_bytes: Bytes of these messages.
         promotions: Operations that became more urgent because a thread waited for them, here or at a peer.
         mismatches: Mismatches that this rank discovered.

@@ -3,8 +3,9 @@
 Every request must prove the token of the job: by a cookie, which the address that ``totalreduce run`` shows sets, or as
 a bearer token. The cookie holds a keyed hash and not the token, because browsers send it to all ports of the host. The
 server answers only requests for a loopback host, so that a page of another site cannot read it by a name that leads
-here (DNS rebinding). Connections, streams and times are bounded. It reads the folder of the job, at most twice a second
-however many pages are open, and never asks a rank for anything.
+here (DNS rebinding). Connections, streams and times are bounded. It reads the folder of the job, once or twice a second
+however many pages are open, and never asks a rank for anything. A page that is opened late gets the step times of the
+last minutes first.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import socket
 import threading
 import time
 import urllib.parse
+from collections import deque
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
@@ -43,6 +45,8 @@ _CONNECTIONS_MAX, _STREAMS_MAX = 32, 12
 _PATIENCE_S = 5.0
 #: The time between two events of a stream, and between two readings of the folder.
 _EVENT_S, _READ_S = 1.0, 0.5
+#: The step times that a page is sent when it connects, one for each event that it has missed.
+_HISTORY = 120
 #: How often the server looks whether it is to end.
 _LOOK_S = 0.1
 #: What a page does without the connection, in milliseconds: it connects again after this time.
@@ -145,6 +149,8 @@ class _Views:
         self._read_at = float("-inf")
         self._view, self._text = JobView(job="", command="", began_at=0.0, now=0.0), b"{}"
         self._is_over = False
+        self._history: deque[tuple[float, float]] = deque(maxlen=_HISTORY)
+        self._noted_at = float("-inf")
         self._streams = threading.BoundedSemaphore(_STREAMS_MAX)
 
     def view(self) -> JobView:
@@ -158,6 +164,20 @@ class _Views:
         with self._lock:
             self._read()
             return self._text
+
+    def note(self) -> None:
+        """Note the present step time for pages that are opened later, if one was not noted a moment ago."""
+        with self._lock:
+            if self._is_over or time.monotonic() - self._noted_at < _EVENT_S:
+                return
+            self._noted_at = time.monotonic()
+            self._read()
+            self._history.append((self._view.compute_s, self._view.exposed_s))
+
+    def history(self) -> bytes:
+        """Return the step times of the last minutes as JSON: pairs of seconds, computing and exposed."""
+        with self._lock:
+            return json.dumps(list(self._history), separators=(",", ":")).encode()
 
     def end(self) -> None:
         """Have all streams send their last event, and end. The folder of the job is not read afterwards."""
@@ -224,6 +244,14 @@ class _Server(ThreadingHTTPServer):
             super().process_request_thread(request, client_address)
         finally:
             self._connections.release()
+
+    def service_actions(self) -> None:
+        """Note the present step time. Called every ``_LOOK_S``, also while nobody asks."""
+        try:
+            self.dashboard.views.note()
+        except Exception:
+            # What only shows a job must not end its server.
+            _log.debug("the step time could not be noted", exc_info=True)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002  (the signature of the base class)
         """Note an error of a connection: a client that has gone is none of the launcher's."""
@@ -364,7 +392,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             self.send_response(HTTPStatus.OK)
             self._end_headers({"Content-Type": "text/event-stream", "Connection": "close"})
-            self.wfile.write(f"retry: {_RETRY_MS}\n\n".encode())
+            self.wfile.write(f"retry: {_RETRY_MS}\n\nevent: history\ndata: ".encode() + views.history() + b"\n\n")
             is_last = False
             while not is_last:
                 is_last = views.ending.is_set()

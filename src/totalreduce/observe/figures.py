@@ -79,7 +79,7 @@ class RankFigures:
         stalls: Stall reports.
         mismatches: Operations that ranks submitted differently.
         refused_connections: Connections of strangers.
-        dropped_messages: Messages of failed operations or old epochs.
+        dropped_messages: Messages of failed operations or earlier memberships.
         is_open: Whether the group is still open. If it is not, these are the last figures before the next group.
         sources: By name: figures of sparse methods and strategies.
     """

@@ -118,4 +118,4 @@ def describe_event(event: Mapping[str, Any]) -> Iterator[str]:
     elif kind == "hosts refused":
         yield f"the hosts stay as they are: {event['error']}"
     elif kind == "epoch" and event["epoch"] > 1:
-        yield f"{len(event['members'])} ranks go on from version {event['version']} (epoch {event['epoch']})"
+        yield f"{len(event['members'])} ranks go on from version {event['version']} (membership {event['epoch']})"

@@ -56,7 +56,7 @@ class _Collector:
         view = self._view
         for name, help_text, value in (
             ("world_size", "Ranks of the present group", view.world_size),
-            ("epoch", "Number of the membership", view.epoch),
+            ("membership", "Number of the membership", view.epoch),
         ):
             yield GaugeMetricFamily(f"totalreduce_{name}", help_text, value=value)
         steps = CounterMetricFamily("totalreduce_steps", "Steps that have ended", labels=_RANK_LABELS)

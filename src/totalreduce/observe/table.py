@@ -47,13 +47,18 @@ def _summary(view: JobView) -> Text:
     running = sum(row.state == "running" for row in view.ranks)
     facts = [
         f"{running} of {view.world_size} ranks",
-        f"epoch {view.epoch}",
+        f"membership {view.epoch}",
         f"step {view.step:,}",
         f"{_seconds(view.step_s)} a step: {_seconds(view.compute_s)} computing, {_seconds(view.exposed_s)} exposed",
-        f"{view.hidden_share:.0%} hidden",
+        f"{_hidden(view)} hidden",
         f"{_size(view.sent_per_s)}/s",
     ]
     return Text.assemble((view.job or "job", "bold"), "  ", (view.command, "dim"), "\n", "  ".join(facts))
+
+
+def _hidden(figures: JobView | RankRow) -> str:
+    """Return the share of the communication that is hidden, once a step has been timed."""
+    return f"{figures.hidden_share:.0%}" if figures.step_s else "-"
 
 
 def _ranks(view: JobView) -> Table:
@@ -76,7 +81,7 @@ def _ranks(view: JobView) -> Table:
             f"{row.step:,}",
             _seconds(row.step_s),
             _bar(row, longest),
-            f"{row.hidden_share:.0%}",
+            _hidden(row),
             _size(row.sent_per_s),
             Text("late", style="yellow") if row.is_late else row.note,
         )

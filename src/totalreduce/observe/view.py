@@ -96,7 +96,7 @@ class LinkRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobView:
-    """A job. Times of steps are means over the ranks that run.
+    """A job. Times of steps are means over the ranks that run; if none runs, over all ranks at their ends.
 
     Attributes:
         job: Its id.
@@ -109,7 +109,7 @@ class JobView:
         step_s: Seconds.
         compute_s: Seconds.
         exposed_s: Seconds.
-        hidden_share: 0 to 1.
+        hidden_share: 0 to 1; it means nothing while ``step_s`` is 0.
         sent_per_s: Bytes per second, of all ranks together.
         late: The ranks that others wait for.
         ranks: All seats.
@@ -183,8 +183,10 @@ def view_of(job: Mapping[str, Any], readings: Mapping[int, RankReading], now: fl
                 row |= {"sent_per_s": 0.0, "received_per_s": 0.0}
         rows.append(RankRow(**row, is_late=seat in why))
     present = [reading.figures for reading in running.values()]
-    stepping = [each for each in present if each.step_s > 0]
     everything = [reading.figures for reading in readings.values()]
+    # When no rank runs any more, what was true at the end is shown.
+    shown = present or everything
+    stepping = [each for each in shown if each.step_s > 0]
     links = [
         LinkRow(each.rank, link.peer, link.sent_per_s, link.sent)
         for each in present
@@ -192,7 +194,7 @@ def view_of(job: Mapping[str, Any], readings: Mapping[int, RankReading], now: fl
         if link.sent
     ]
     training: dict[str, dict[str, Figure]] = {}
-    for each in present:
+    for each in shown:
         for name, values in each.sources.items():
             training.setdefault(name, values)
     counted = ("stalls", "mismatches", "refused_connections", "dropped_messages")
@@ -207,7 +209,7 @@ def view_of(job: Mapping[str, Any], readings: Mapping[int, RankReading], now: fl
         step_s=fmean(each.step_s for each in stepping) if stepping else 0.0,
         compute_s=fmean(each.compute_s for each in stepping) if stepping else 0.0,
         exposed_s=fmean(each.exposed_s for each in stepping) if stepping else 0.0,
-        hidden_share=fmean(each.hidden_share for each in stepping or present) if present else 1.0,
+        hidden_share=fmean(each.hidden_share for each in stepping or shown) if shown else 1.0,
         sent_per_s=sum(each.sent_per_s for each in present),
         late=late,
         ranks=tuple(rows),

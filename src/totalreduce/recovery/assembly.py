@@ -127,8 +127,8 @@ class Assembly:
             member = decision.rank_of(self.seat, self.incarnation) is not None
             if not member and report.has_state:
                 raise RecoveryError(
-                    f"the other ranks have formed epoch {decision.epoch} without rank {self.seat}, which was silent "
-                    "for too long. This process ends, and the launcher can start another one in its place"
+                    f"the other ranks have formed membership {decision.epoch} without rank {self.seat}, which was "
+                    "silent for too long. This process ends, and the launcher can start another one in its place"
                 )
             self.current = decision
             if member:
@@ -163,7 +163,7 @@ class Assembly:
         members = {(member.seat, member.incarnation) for member in current.members}
         for report in self._read_reports(current.epoch + 1):
             if (report.seat, report.incarnation) in members and report.seat != self.seat:
-                return f"rank {report.seat} has given epoch {current.epoch} up"
+                return f"rank {report.seat} has given membership {current.epoch} up"
         return ""
 
     def has_newcomers(self, every_s: float = 0.0) -> bool:
@@ -327,7 +327,9 @@ class Assembly:
             return None
         decision = Decision.decode(text)
         if decision.epoch != epoch:
-            raise ProtocolError(f"the store has the decision of epoch {decision.epoch} as that of epoch {epoch}")
+            raise ProtocolError(
+                f"the store has the decision of membership {decision.epoch} as that of membership {epoch}"
+            )
         return decision
 
     def _read_reports(self, epoch: int, num_known: int = 0) -> list[Report]:

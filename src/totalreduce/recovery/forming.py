@@ -233,7 +233,7 @@ def enter_next_epoch(
         except (PeerLost, DeadlineExceededError, RendezvousError, PlanMismatchError) as error:
             if isinstance(error, PlanMismatchError) and not _is_of_newcomer(decision, assembly):
                 raise
-            _log.info("epoch %d could not be formed: %s", decision.epoch, error)
+            _log.info("membership %d could not be formed: %s", decision.epoch, error)
             leave(str(error))
             if time.monotonic() >= give_up_at:
                 raise

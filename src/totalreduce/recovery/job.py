@@ -698,7 +698,7 @@ class Job:
         at, why = self._left
         self.changes.append(Change(decision.epoch, group.world_size, version, why, at, time.time() - at))
         if rank == 0:
-            _log.info("epoch %d: %d ranks, version %d", decision.epoch, group.world_size, version)
+            _log.info("membership %d: %d ranks, version %d", decision.epoch, group.world_size, version)
 
     def _place(self) -> None:
         if self.state.sampler is not None:

@@ -127,7 +127,7 @@ class Watch:
         seats = [member.seat for member in decision.members]
         different = set(seats).intersection(range(self._num_seats))
         if decision.epoch != self._epoch or len(different) < len(seats):
-            raise ProtocolError(f"a decision of epoch {decision.epoch} on the seats {seats[:10]}")
+            raise ProtocolError(f"a decision of membership {decision.epoch} on the seats {seats[:10]}")
         return decision
 
 

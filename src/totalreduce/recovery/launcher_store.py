@@ -163,7 +163,7 @@ class LauncherStore:
         self.raw = self._access(lambda: self._open(_ATTEMPT_S))
         number: bytes = self._access(lambda: self.raw.get(FIRST_EPOCH))
         if not number.isdigit() or len(number) > _NUMBER_DIGITS_MAX:
-            raise ProtocolError(f"the store holds {number[:100]!r} where the number of an epoch is expected")
+            raise ProtocolError(f"the store holds {number[:100]!r} where the number of a membership is expected")
         self.first_epoch = int(number)
         for key, value in self._lasting_first.items():
             self.first(key, value)

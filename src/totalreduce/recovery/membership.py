@@ -226,8 +226,8 @@ class Membership:
             return Decision(self._epoch, members, self._version)
         if self._has_begun and not has_source and not self._awaited():
             raise RecoveryError(
-                f"epoch {self._epoch}: all processes that had the state of the job have ended, so nothing is left to "
-                "recover from. Start the job again from a checkpoint on disk"
+                f"membership {self._epoch}: all processes that had the state of the job have ended, so nothing is left "
+                "to recover from. Start the job again from a checkpoint on disk"
             )
         if self._is_group_at_work():
             self._give_up_at = now + self._policy.deadline_s
@@ -276,14 +276,14 @@ class Membership:
         policy = self._policy
         if self._has_begun and not has_source:
             return (
-                f"epoch {self._epoch}: no process that has the state of the job has come within {policy.deadline_s:g} "
-                "s. If all of them have ended, start the job again from a checkpoint on disk"
+                f"membership {self._epoch}: no process that has the state of the job has come within "
+                f"{policy.deadline_s:g} s. If all of them have ended, start the job again from a checkpoint on disk"
             )
         wanted = policy.min_ranks if policy.on_loss == "shrink" and self._has_begun else policy.world_size
         missing = ", ".join(str(seat) for seat in policy.first_seats if seat not in living)
         return (
-            f"epoch {self._epoch} needs {wanted} ranks, and {len(living)} have come within {policy.deadline_s:g} s. "
-            f"Missing: rank {missing or 'none'}. See why these processes do not start, or allow more restarts"
+            f"membership {self._epoch} needs {wanted} ranks, and {len(living)} have come within {policy.deadline_s:g} "
+            f"s. Missing: rank {missing or 'none'}. See why these processes do not start, or allow more restarts"
         )
 
 

@@ -226,7 +226,7 @@ class Runs(Generic[_AnyRun]):
             if not group.meter.totals.steps:
                 group.meter.begin_at(part.version)
             if group.rank == 0:
-                _log.info("epoch %d: %d ranks, version %d", decision.epoch, group.world_size, part.version)
+                _log.info("membership %d: %d ranks, version %d", decision.epoch, group.world_size, part.version)
             formed.append(group)
 
         def meet() -> Decision | None:

@@ -164,7 +164,7 @@ class Renewal:
         holdings.serve()
         self._assembly.begin()
         if group.rank == 0:
-            _log.info("epoch %d of the parameter server: %d ranks", plan.epoch, group.world_size)
+            _log.info("membership %d of the parameter server: %d ranks", plan.epoch, group.world_size)
         return Epoch(group, seats, {shard: chain[0] for shard, chain in chains.items()}, clocks)
 
 

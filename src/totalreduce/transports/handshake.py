@@ -134,7 +134,7 @@ class Acceptor:
         if magic != _MAGIC:
             raise AuthenticationError("a stranger connected: not a totalreduce handshake")
         if not hmac.compare_digest(digest, self._identity.digest) or epoch != self._identity.epoch:
-            raise AuthenticationError("a process of another job or epoch connected")
+            raise AuthenticationError("a process of another job or membership connected")
         if target != self._rank or source == self._rank or source >= self._world_size:
             raise AuthenticationError(f"a connection from rank {source} to rank {target} reached rank {self._rank}")
         self.peer = source

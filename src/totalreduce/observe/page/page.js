@@ -4,7 +4,7 @@
 
 const HISTORY = 120;  // step times that the chart shows, one a second
 const AGAIN_MS = 2000;
-const history = [];
+let history = [];
 let source = null;
 let isOver = false;
 
@@ -32,7 +32,8 @@ function time(seconds) {
   return `${(seconds * 1e3).toFixed(seconds < 0.01 ? 2 : 1)} ms`;
 }
 
-const percent = (share) => `${Math.round(share * 100)} %`;
+// The share of the communication that is hidden, once a step has been timed.
+const hidden = (figures) => (figures.step_s ? `${Math.round(figures.hidden_share * 100)} %` : "–");
 
 function connection(state, text) {
   const shown = byId("connection");
@@ -44,6 +45,7 @@ function connection(state, text) {
 function connect() {
   if (source !== null) source.close();
   source = new EventSource("events");
+  source.addEventListener("history", (message) => { history = JSON.parse(message.data); });
   source.onmessage = (message) => show(JSON.parse(message.data));
   source.onerror = () => {
     if (isOver) { source.close(); return; }
@@ -55,7 +57,7 @@ function connect() {
 
 function show(job) {
   isOver = job.is_over;
-  if (isOver) connection("over", "the job is over");
+  if (isOver) connection("over", "the job has ended: these are its last figures");
   else connection("live", "live");
   document.title = `${job.step ? `step ${job.step} · ` : ""}totalreduce`;
   byId("command").textContent = job.command;
@@ -70,9 +72,9 @@ function show(job) {
 function cards(job) {
   const running = job.ranks.filter((row) => row.state === "running").length;
   const shown = [
-    ["ranks", `${running} of ${job.world_size}`], ["epoch", job.epoch], ["step", job.step.toLocaleString("en")],
+    ["ranks", `${running} of ${job.world_size}`], ["membership", job.epoch], ["step", job.step.toLocaleString("en")],
     ["step time", time(job.step_s)], ["computing", time(job.compute_s)], ["exposed", time(job.exposed_s)],
-    ["hidden", percent(job.hidden_share)], ["sent by all", rate(job.sent_per_s)],
+    ["hidden", hidden(job)], ["sent by all", rate(job.sent_per_s)],
   ];
   byId("cards").replaceChildren(...shown.map(([name, value]) => {
     const card = element("div", undefined, "card");
@@ -83,7 +85,7 @@ function cards(job) {
 }
 
 function chart(job) {
-  history.push([job.compute_s, job.exposed_s]);
+  if (!job.is_over) history.push([job.compute_s, job.exposed_s]);
   if (history.length > HISTORY) history.shift();
   const svg = byId("chart");
   const top = Math.max(...history.map(([compute, exposed]) => compute + exposed), 1e-9);
@@ -124,7 +126,7 @@ function ranks(job) {
     line.append(
       element("td", row.seat), element("td", row.rank === null ? "–" : row.rank), element("td", row.host),
       element("td", row.state, `state-${row.state.replace(" ", "-")}`), element("td", row.step, "number"),
-      element("td", time(row.step_s), "number"), share, element("td", percent(row.hidden_share), "number"),
+      element("td", time(row.step_s), "number"), share, element("td", hidden(row), "number"),
       element("td", rate(row.sent_per_s), "number"), element("td", rate(row.received_per_s), "number"),
       element("td", [row.note, restarts].filter(Boolean).join("; ")),
     );
