@@ -318,6 +318,41 @@ def expect_the_end(group):
         assert not thread.is_alive()
 
 
+@pytest.mark.parametrize("end", ["close", "loss", "failure"])
+def test_a_tensor_that_is_changed_after_an_error_is_not_what_the_receiver_gets(end):
+    """An operation that ends early gives its tensor back when the transport reads nothing of it any more."""
+    groups = connected_pair()
+    sender, receiver = (group._runner for group in groups)
+    got, value = torch.zeros(64 << 20, dtype=torch.uint8), torch.ones(64 << 20, dtype=torch.uint8)
+    receiving = groups[1].recv(got, src=0)
+    closer, changed = threading.Thread(target=groups[0].close, args=(CLOSE_S,)), threading.Event()
+    with receiver._moving:  # the receiver reads nothing, so a message is half-way out when the operation ends
+        sending = groups[0].send(value, dst=1)
+        deadline = time.monotonic() + 20
+        while sender.transport.idle() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert not sender.transport.idle()
+        sending.on_done(lambda _: (value.fill_(2), changed.set()))
+        if end == "loss":
+            with sender.locked():
+                sender.engine.peer_lost(1, "the test says so", time.monotonic())
+            sender.transport.wake()
+        elif end == "failure":
+            sender._fail(RuntimeError("of the test"))
+        else:
+            closer.start()
+        assert changed.wait(20)
+    errors = {"close": GroupClosed, "loss": PeerLost, "failure": RuntimeError}
+    assert type(sending.exception()) is errors[end]
+    if end != "close":
+        closer.start()
+    with pytest.raises(PeerLost):
+        receiving.wait(timeout_s=20)
+    assert set(got.unique().tolist()) <= {0, 1}
+    closer.join(CLOSE_S)
+    close_all(groups)
+
+
 @pytest.mark.parametrize("closing", ["afterwards", "meanwhile"])
 def test_ctrl_c_that_cuts_a_message_in_two_ends_the_connections_at_once(closing, monkeypatch):
     """Nobody goes on with the message, and nobody waits for its end."""

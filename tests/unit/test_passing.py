@@ -89,3 +89,17 @@ def test_what_arrives_is_read_before_a_peer_to_which_nothing_can_be_sent_is_lost
     assert desk.lost == [(1, "broken pipe")]
     transport.progress()
     assert len(desk.lost) == 1
+
+
+def test_a_body_that_the_library_reads_is_waited_for() -> None:
+    """The library can be told of no other memory, so a failed operation keeps its tensor until the body has left."""
+    wire, desk, transport = make()
+    sent = message(bytes(20_000))
+    desk.put(1, sent)
+    transport.progress()
+    assert not transport.keep_rests(lambda each: each is sent)
+    assert transport.keep_rests(lambda each: each is not sent), "of no other message"
+    wire.bodies_left = lambda peer: int(peer == 1 and not desk.sent)  # type: ignore
+    transport.progress()
+    assert desk.sent == [sent]
+    assert transport.keep_rests(lambda each: each is sent)

@@ -223,3 +223,30 @@ def test_a_message_within_another_one() -> None:
         words[layout.block(0, 1) + PUBLISHED] = 2
         host.move(only=[1])
         assert host.desks[1].lost == [(0, "protocol violation: a message within another one")]
+
+
+def test_the_memory_of_a_failed_operation_is_free_although_a_part_of_its_message_has_not_left() -> None:
+    length = 9 * PIECE
+    with Host(2) as host:
+        body = bytearray(body_of(length))
+        host.desks[0].put(1, message(body))
+        host.move(only=[0])
+        assert not host.ranks[0].idle(), "the pool is too small for it"
+        assert host.ranks[0].keep_rests(lambda _: True)
+        body[:] = bytes(length)
+        host.move()
+        assert host.desks[1].received == [(0, 0, body_of(length))]
+
+
+def test_the_memory_of_a_failed_operation_is_free_when_the_other_rank_has_read_what_was_lent() -> None:
+    with Host(2) as host:
+        host.desks[1].keeps = True
+        array = host.ranks[0].allocate(PIECE)
+        assert array is not None
+        host.desks[0].put(1, message(memoryview(array)))
+        host.move()
+        (lease,) = host.desks[1].leases
+        assert not host.ranks[0].keep_rests(lambda _: True)
+        lease.release()
+        host.move()
+        assert host.ranks[0].keep_rests(lambda _: True)

@@ -207,6 +207,20 @@ def test_a_message_that_is_half_way_out_goes_on_while_its_rank_waits(ranks):
     assert first.transport.idle()
 
 
+def test_the_memory_of_a_failed_operation_is_free_although_its_message_is_half_way_out(ranks):
+    """The receiver gets the bytes as they were."""
+    first, second = connected(ranks)
+    long = Message(1, 32 << 20)
+    body = bytearray(long.body)
+    long.body = memoryview(body)
+    first.post(long)
+    first.transport.progress()
+    assert first.sent == [0], "it does not fit into the socket"
+    assert first.transport.keep_rests(lambda message: message is long)
+    body[:] = bytes(len(body))
+    turn(ranks, lambda: second.inbox == [0, 1])  # which compares the bytes
+
+
 def test_a_second_wait_does_not_lose_that_a_message_has_left(ranks):
     """Two threads may wait at once. The end of the message is short, so the socket has room when it has left."""
     first, second = connected(ranks)

@@ -759,10 +759,12 @@ class Engine:
         """End an operation, successfully or with an error.
 
         After a success nothing accesses the tensor. After a failure these may still do so: (a) the transport, with a
-        message that it is sending; (b) a thread that is receiving a body; (c) a thread that is moving the operation in
-        the carrier; (d) a thread that is carrying out an addition or a copy. In case (d) the operation is in
-        ``State.FAILING`` and completes when its last computation has ended. So it is while other ranks have not been
-        told of the error. If a rank is lost or this rank has closed the group, the operation completes at once.
+        message that it is sending: the runner completes such an operation (``Operation.is_leaving``) only when the
+        transport has copied the rest (``Transport.keep_rests``); (b) a thread that is receiving a body; (c) a thread
+        that is moving the operation in the carrier; (d) a thread that is carrying out an addition or a copy. In case
+        (d) the operation is in ``State.FAILING`` and completes when its last computation has ended. So it is while
+        other ranks have not been told of the error. If a rank is lost or this rank has closed the group, the operation
+        completes at once.
         """
         if operation.carriage is not None:
             assert self.carrier is not None

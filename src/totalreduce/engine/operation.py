@@ -255,6 +255,12 @@ class Operation:
         return self.state >= State.DONE
 
     @property
+    def is_leaving(self) -> bool:
+        """Whether messages of an operation that has failed may be half-way out."""
+        half_way = any(not message.sent for messages in self.queued.values() for message in messages)
+        return self.error is not None and (half_way or self.relayed is not None)
+
+    @property
     def program(self) -> Program:
         """The compiled schedule for this rank."""
         return self.layout.program

@@ -398,11 +398,18 @@ class Outbox:
                 queue.rerank(message)
 
     def discard(self, operation: Operation) -> None:
-        """Forget the data messages of an operation that has failed, or that the relay has taken."""
+        """Forget the data messages of an operation that has failed, or that the relay has taken.
+
+        Those that are half-way out, which the transport sends to their end, stay in ``Operation.queued``.
+        """
+        held = {message for messages in operation.held.values() for message in messages}
         for peer, messages in operation.queued.items():
             queue = self._queue(peer, operation)
+            # Messages that were held back are listed twice.
+            leaving = [m for m in dict.fromkeys(messages) if m.taken and not m.sent and m not in held]
             for message in messages:
                 queue.discard(message)
+            operation.queued[peer] = leaving
 
     def data_message(self, queued: QueuedMessage, flags: int) -> OutgoingMessage:
         """Return a data message as it leaves now, with these flags in its header."""

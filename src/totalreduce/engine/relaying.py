@@ -206,13 +206,10 @@ class Relaying:
             if (header.operation, header.iteration) == key and delivery.operation in (operation, None):
                 return False
         waiting = set()  # messages that wait: the lane and the index of the action
-        leaving = set()  # messages that are half-way out, which the engine sends to their end
         for messages in operation.queued.values():
             for message in messages:
                 if not message.taken:
                     waiting.add((message.lane, operation.program.sends[message.action.peer, message.action.step]))
-                elif not message.sent:
-                    leaving.add(message)  # a set, because messages that were held are listed twice
         if not operation.lanes_left and not waiting:
             return False  # only messages that are half-way out are left of it
         positions = plan.positions(operation, waiting)
@@ -227,10 +224,7 @@ class Relaying:
             self._unasked.append(key)
         operation.lanes_left = len(operation.lanes)  # until the relay reports its end, also of a rank that only sends
         self._outbox.discard(operation)
-        operation.queued = {
-            peer: [message for message in messages if message in leaving] for peer, messages in operation.queued.items()
-        }
-        operation.unsent = len(leaving)
+        operation.unsent = sum(map(len, operation.queued.values()))  # the engine sends these to their end
         return True
 
     def tick(self, now: float, active: Mapping[_Key, Operation]) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 from totalreduce.engine.relay_plan import RelayPlan
 from totalreduce.engine.relaying import Order, RelayedTraffic, RelayTask
 from totalreduce.kernels import relay as w
-from totalreduce.kernels.arrays import Array, address_of
+from totalreduce.kernels.arrays import Array, address_of, copy_at
 from totalreduce.transports.connection import Connection, UnsentLimit
 from totalreduce.transports.relay import RelayPort
 
@@ -231,13 +231,13 @@ class _Line:
         number: Its number in the words.
         readers: How many operations receive by it.
         writers: How many operations send by it.
-        leaving: An operation that has failed while a message of it was leaving. Its memory is kept until then.
+        leaving: What had not left of a message when its operation failed. It is kept until the message has left.
     """
 
     def __init__(self, connection: Connection, limit: UnsentLimit, number: int, words: memoryview) -> None:
         self.connection, self.number = connection, number
         self.readers = self.writers = 0
-        self.leaving: RelayedOperation | None = None
+        self.leaving: memoryview | None = None
         self._window = np.empty(_WINDOW_BYTES, np.uint8)
         self._words = words
         self._at = at = w.CONNECTIONS_AT + number * w.CONNECTION_WORDS
@@ -349,7 +349,11 @@ class _Line:
         if words[at + w.IN_LANE] in operation.lanes:
             words[at + w.IN_LANE] = w.DISCARDED
         if words[at + w.OUT_LANE] in operation.lanes:
-            words[at + w.OUT_LANE], self.leaving = w.DETACHED, operation
+            words[at + w.OUT_LANE] = w.DETACHED
+            # The program may change its tensor from now on, and the receiver must not get the changed bytes.
+            self.leaving = copy_at(words[at + w.OUT_AT], words[at + w.OUT_LEFT])
+            if self.leaving:
+                words[at + w.OUT_AT] = address_of(self.leaving)
 
     @property
     def has_ended(self) -> bool:
@@ -591,6 +595,10 @@ class Relay:
             self._forget(line)
 
     # ------------------------------------------------------------------------------------------------- the function
+
+    def keep_rests(self) -> None:
+        """Copy what has not left of the messages of operations that have failed."""
+        self._sweep()
 
     def pump(self, timeout_s: float) -> bool:
         """Have the function move messages, and wait for ``timeout_s`` at most if there are none.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -30,10 +30,13 @@ from totalreduce.runner.callers import Callers
 from totalreduce.runner.handle import Begun, End, Handle
 from totalreduce.runner.repeated import KnownCarriages
 from totalreduce.schedules.actions import Mode
-from totalreduce.transports.base import Lease, Outgoing
+from totalreduce.transports.base import Lease, Outgoing, Transport
 
 __all__ = ["EngineEndpoint", "carry_out", "complete_owners"]
 
+#: How long an error waits for the transport to let go of the memory of messages that are half-way out, in seconds:
+#: longer than until a rank that is silent counts as lost, of which nothing is awaited any more.
+_LEAVING_S = 5.0
 #: Below this size a hand-over to the computation thread takes longer than the addition.
 _INLINE_BYTES = 64 * 1024
 
@@ -57,7 +60,7 @@ def carry_out(computation: Computation) -> None:
     )
 
 
-def complete_owners(ended: list[Operation | AnyReceive], callers: Callers | None = None) -> None:
+def complete_owners(ended: Sequence[Operation | AnyReceive], callers: Callers | None = None) -> None:
     """Complete the handles of operations that have ended. Called without the lock: it runs callbacks.
 
     ``callers``: add advice to mismatches.
@@ -76,6 +79,12 @@ def complete_owners(ended: list[Operation | AnyReceive], callers: Callers | None
         except BaseException:  # of a callback, or Ctrl-C: threads may wait for the other operations
             complete_owners(ended[index + 1 :], callers)
             raise
+
+
+def _is_withdrawn(message: Outgoing) -> bool:
+    """Return whether the operation of a message that is half-way out has failed."""
+    queued = message.queued if isinstance(message, OutgoingMessage) else None
+    return queued is not None and queued.operation.finished
 
 
 def _urgency(carriage: Carriage) -> tuple[bool, int, int]:
@@ -98,6 +107,8 @@ class EngineEndpoint:
         inline: Whether the thread that moves messages also carries out every computation.
         known: What operations need that begin in the fast lane without a record in the engine.
         callers: The threads that submit operations without a name.
+        leaving: Operations that have failed while messages of them were half-way out, and until when at most their
+            completion waits until the transport reads their memory no more (``keep_rests``).
         lane: The fast lane, if this host's ranks have one. The thread that moves messages also moves its operations.
     """
 
@@ -111,6 +122,7 @@ class EngineEndpoint:
         self.ended.complete(None)
         self.known = KnownCarriages()
         self.callers = Callers()
+        self.leaving: list[tuple[Operation, float]] = []
         self.lock = threading.Lock()
         self.work = threading.Condition(self.lock)
 
@@ -119,8 +131,31 @@ class EngineEndpoint:
         if not self.engine.table.completed:  # what another thread adds meanwhile is completed by that thread
             return
         with self.lock:
-            ended = self.engine.table.pop_completed()
+            ended = self.take_ended()
         complete_owners(ended, self.callers)
+
+    def take_ended(self) -> list[Operation | AnyReceive]:
+        """Return the operations that have ended and can be completed; note those in ``leaving``. Under the lock."""
+        ended = self.engine.table.pop_completed()
+        leaving = [operation for operation in ended if isinstance(operation, Operation) and operation.is_leaving]
+        if not leaving:
+            return ended
+        until = time.monotonic() + _LEAVING_S
+        self.leaving += [(operation, until) for operation in leaving]
+        return [operation for operation in ended if operation not in leaving]
+
+    def keep_rests(self, transport: Transport) -> list[Operation]:
+        """Have the transport let go of the memory of operations in ``leaving``; return those that can be completed.
+
+        Called by the thread that moves messages.
+        """
+        with self.lock:
+            failed = tuple(self.leaving)
+        is_done, now = transport.keep_rests(_is_withdrawn), time.monotonic()
+        due = [entry for entry in failed if is_done or now >= entry[1]]
+        with self.lock:
+            self.leaving = [entry for entry in self.leaving if entry not in due]
+        return [operation for operation, _ in due]
 
     def begin(self, submission: Submission, carriage: Carriage, end: End | None) -> Handle | None:
         """Begin an operation in the fast lane; end it if that takes no longer than to let the engine know.

@@ -30,7 +30,7 @@ from weakref import WeakSet
 
 from totalreduce.engine.any_receives import AnyReceive
 from totalreduce.engine.engine import Engine
-from totalreduce.engine.operation import State
+from totalreduce.engine.operation import Operation, State
 from totalreduce.engine.stall import StallReport
 from totalreduce.engine.submission import Submission
 from totalreduce.fastlane.board import BOARD_BYTES
@@ -68,7 +68,8 @@ _TICK_EARLY_S = 0.03
 #: How long another thread lets messages leave before it computes, in seconds: as long as Python lets a thread compute
 #: that another one waits for.
 _LEAVE_S = 0.005
-#: How long a call waits at most before it raises an error of which other ranks are told, in seconds.
+#: How long a call waits at most before it raises an error, in seconds: until other ranks are told of it, or until the
+#: connections have ended on which messages are half-way out.
 _TELLING_S = 0.5
 
 
@@ -350,7 +351,7 @@ class Runner:
         with self._lock:
             self._endpoint.adopt(time.monotonic())
             self.engine.close(time.monotonic(), tell=self.transport.connected_peers(), reason=reason)
-            ended = self.engine.table.pop_completed()
+            ended = self._endpoint.take_ended()
             self._deadline = deadline
             self._stop = True  # last: the communication thread looks at both without the lock
             self._endpoint.work.notify_all()
@@ -392,7 +393,7 @@ class Runner:
     # ------------------------------------------------------------------------------------------------------ threads
 
     def _communicate(self) -> None:
-        for part in (self._move, self._hang_up):  # the second also if the first fails, so that the peers notice
+        for part in (self._move, self._hang_up, self._complete_leaving):  # each also if one before it fails
             try:
                 part()
             except BaseException as failure:
@@ -515,6 +516,8 @@ class Runner:
                 self._failure = failure  # before another thread can move the rest of a message that was cut in two
                 raise
         self._endpoint.complete_ended()
+        if self._endpoint.leaving:
+            self._keep_rests()
         if not progress and not (handle is not None and handle.done):
             try:
                 self.transport.wait(timeout_s, eager=handle is not None)
@@ -523,6 +526,26 @@ class Runner:
                     raise
         with self._lock:
             self._sleepers -= 1
+
+    def _keep_rests(self) -> None:
+        """Complete operations that have failed while messages were half-way out, when their memory is not read."""
+        released: list[Operation] = []
+        with self._moving:
+            try:
+                if self._failure is None and self._is_open:
+                    released = self._endpoint.keep_rests(self.transport)
+            except BaseException as failure:
+                self._failure = failure
+                raise
+        complete_owners(released, self._endpoint.callers)
+
+    def _complete_leaving(self) -> None:
+        """Complete the other ones of these operations: the connections have ended, and with them the messages."""
+        with self._lock:
+            leaving, self._endpoint.leaving = self._endpoint.leaving, []
+        for operation, _ in leaving:
+            operation.error = self._failure or operation.error
+        complete_owners([operation for operation, _ in leaving], self._endpoint.callers)
 
     def _drained(self) -> bool:
         with self._lock:
@@ -554,7 +577,7 @@ class Runner:
             with self._lock:
                 self._endpoint.adopt(time.monotonic())
                 self.engine.close(time.monotonic(), tell=())
-                ended = self.engine.table.pop_completed()
+                ended = self._endpoint.take_ended()
             for operation in ended:
                 operation.owner.complete(failure)
         finally:
@@ -564,6 +587,11 @@ class Runner:
             # The program gets what is no ``Exception`` itself (Ctrl-C, ``sys.exit`` in a signal handler).
             trace = failure if isinstance(failure, Exception) else None
             _log.log(level, "rank %d: %r has ended the communication", self.engine.rank, failure, exc_info=trace)
+        if not self._is_open:
+            self._complete_leaving()
+        elif threading.current_thread() is not self._threads[0]:  # which completes them when the connections have ended
+            for operation, _ in tuple(self._endpoint.leaving):
+                operation.owner.wait(_TELLING_S)
 
     def _check_alive(self) -> None:
         if isinstance(self._failure, ConfigurationError):  # too few descriptors, for instance: the user can mend it

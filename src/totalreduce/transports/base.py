@@ -214,6 +214,17 @@ class Transport(ABC):
     def idle(self) -> bool:
         """Whether no message has left in part."""
 
+    def keep_rests(self, is_withdrawn: Callable[[Outgoing], bool]) -> bool:  # noqa: ARG002  (see the docstring)
+        """Read the program's memory no more for messages of operations that have failed, and that are half-way out.
+
+        What has not left of such a body is copied, so that the program may change its tensor, and the receiver gets the
+        bytes as they were. For the thread that calls ``progress``, after it.
+
+        ``is_withdrawn``: whether the operation of a message has failed. Returns whether no memory of such a message is
+        read any more. If not, because a library or another rank reads it, the caller asks again later.
+        """
+        return True
+
     @abstractmethod
     def close(self, timeout_s: float) -> None:
         """Let all sent messages arrive, then end all connections, within ``timeout_s``."""

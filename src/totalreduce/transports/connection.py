@@ -211,6 +211,11 @@ class _SendingHalf:
             self.writable = has_room and not (self._views and self._counts_tell)
         return not self._views
 
+    def keep_rest(self, is_withdrawn: Callable[[Outgoing], bool]) -> None:
+        """Copy what has not left of the messages that were taken, if the operation of one of them has failed."""
+        if self._views and any(map(is_withdrawn, self._messages)):
+            self._views = [memoryview(bytes(view)) for view in self._views]
+
     def _load(self, peer: int, endpoint: Endpoint, *, bulk: bool, most: int) -> bool:
         """Take the next message, and small ones after it as long as they stay small together, ``most`` at most."""
         total = 0

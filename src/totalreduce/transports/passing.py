@@ -15,7 +15,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from totalreduce.foundation.config import TcpConfig
 from totalreduce.foundation.errors import ProtocolError
@@ -177,6 +177,11 @@ class PassingTransport(Transport):
         if moved:
             self._pause_s = _PAUSE_MIN_S
         return moved
+
+    def keep_rests(self, is_withdrawn: Callable[[Outgoing], bool]) -> bool:
+        """Return whether the library reads no body of such a message: it can be told of no other memory."""
+        reachable = (messages for peer, messages in self._leaving.items() if peer not in self._gone)
+        return not any(is_withdrawn(message) for messages in reachable for message in messages)
 
     def wait(self, timeout_s: float, *, eager: bool = False) -> None:
         """Poll again and again, at shorter and then at longer intervals."""

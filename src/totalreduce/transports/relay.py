@@ -57,6 +57,9 @@ class MessageRelay(Protocol):
     def is_rivals_turn(self, connection: Connection) -> bool:
         """Whether ``may_write`` would return true if a message waits."""
 
+    def keep_rests(self) -> None:
+        """Copy what has not left of the messages of operations that have failed."""
+
     def pump(self, timeout_s: float) -> bool:
         """Move messages; wait for ``timeout_s`` at most if there are none, or until something else has happened.
 

@@ -13,7 +13,7 @@ from typing import Any, final
 
 import numpy as np
 
-from totalreduce.transports.base import Endpoint, Made, Transport
+from totalreduce.transports.base import Endpoint, Made, Outgoing, Transport
 from totalreduce.transports.shm import ShmTransport
 from totalreduce.transports.tcp import TcpTransport
 
@@ -67,6 +67,10 @@ class RoutedTransport(Transport):
 
     def allocate(self, num_bytes: int) -> np.ndarray[Any, Any] | None:
         return self._local.allocate(num_bytes)
+
+    def keep_rests(self, is_withdrawn: Callable[[Outgoing], bool]) -> bool:
+        is_local_done = self._local.keep_rests(is_withdrawn)
+        return self._remote.keep_rests(is_withdrawn) and is_local_done
 
     def progress(self) -> bool:
         more = self._local.progress()

@@ -17,14 +17,14 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, final
 
 import numpy as np
 
 from totalreduce.foundation.config import TcpConfig
 from totalreduce.foundation.errors import ProtocolError
-from totalreduce.transports.base import Endpoint, Transport, TransportCounters
+from totalreduce.transports.base import Endpoint, Outgoing, Transport, TransportCounters
 from totalreduce.transports.handshake import JobIdentity
 from totalreduce.transports.liveness import Liveness
 from totalreduce.transports.shm_boards import ShmBoards
@@ -35,13 +35,18 @@ from totalreduce.transports.shm_pool import StagingPool
 from totalreduce.transports.shm_reads import ProcessReads
 from totalreduce.transports.shm_waiting import Sleep
 
-__all__ = ["ShmTransport", "listen", "shm_available"]
+__all__ = ["ShmTransport", "listen", "reserved_bytes", "shm_available"]
 
 #: The time between two looks at the sockets while messages move without a pause.
 _LOOK_S = 0.005
 #: How long messages of other ranks are read before the end of a connection counts as the loss of the peer.
 _VERDICT_S = 0.2
-_POOL_BYTES = 16 * 1024 * 1024
+_POOL_BYTES, _BODY_BYTES_MAX = 16 * 1024 * 1024, 1024 * 1024
+
+
+def reserved_bytes(local_ranks: int, board_bytes: int) -> int:
+    """Return how much memory each of so many ranks of a host reserves; see ``ShmTransport``."""
+    return OutboxLayout.choose(local_ranks, _BODY_BYTES_MAX, _POOL_BYTES, board_bytes).total_bytes
 
 
 @final
@@ -56,7 +61,7 @@ class ShmTransport(Transport):
         identity: JobIdentity,
         config: TcpConfig,
         *,
-        max_body_bytes: int = 1024 * 1024,
+        max_body_bytes: int = _BODY_BYTES_MAX,
         pool_bytes: int = _POOL_BYTES,
         board_bytes: int = 0,
         process_reads: bool = False,
@@ -198,6 +203,10 @@ class ShmTransport(Transport):
 
     def wake(self) -> None:
         self._sleep.wake()
+
+    def keep_rests(self, is_withdrawn: Callable[[Outgoing], bool]) -> bool:
+        kept = [c.outgoing.keep_rest(is_withdrawn) for c in tuple(self._connections.values())]
+        return all(kept)
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when a bell rings or a socket is readable, for a joint epoll object."""

@@ -112,7 +112,7 @@ class OutgoingRing:
     Attributes:
         published: Number of entries written so far.
         blocked: Whether the last ``send`` stopped for want of room.
-        unfinished: A message of which only a part has left, and how many bytes of it have; otherwise ``None``.
+        unfinished: A message of which only a part has left, and what of its body has not; otherwise ``None``.
         loans: Messages whose bodies the peer reads in this rank's arena.
     """
 
@@ -122,7 +122,7 @@ class OutgoingRing:
         """Make the ring; for the arguments see ``ShmConnection``."""
         own, other = indices
         self.published, self.blocked = 0, False
-        self.unfinished: tuple[Outgoing, int] | None = None
+        self.unfinished: tuple[Outgoing, memoryview] | None = None
         self._peer, self._pool, self._bell, self._order = peer, pool, bell, bell.fences.order
         self._mine, self._theirs = _block(outbox, own, other), _block(mapping, other, own)
         self._slots, self._inline_bytes = outbox.layout.slots, outbox.layout.inline_bytes
@@ -153,7 +153,7 @@ class OutgoingRing:
             if self._order is not None:
                 self._order()  # the entry is written after the peer's word that it was read
             if self.unfinished is not None:
-                self._send_part(endpoint, *self.unfinished)
+                self._send_part(endpoint, *self.unfinished, is_first=False)
                 continue
             message = endpoint.next_message(self._peer)
             if message is None:
@@ -176,28 +176,37 @@ class OutgoingRing:
                 words[2] = offset
                 self._publish()
             else:
-                self._send_part(endpoint, message, 0)
+                assert body is not None
+                self._send_part(endpoint, message, body, is_first=True)
         return True
 
-    def _send_part(self, endpoint: Endpoint, message: Outgoing, done: int) -> None:
-        """Stage the body of a message from byte ``done`` on, or as much of it as one piece can hold."""
-        body = message.body
-        assert body is not None
-        total = len(body)
-        part = min(total - done, self._pool.large_bytes)
-        if part == total:
-            piece = self._pool.stage(body, message.share_key, self._theirs)
+    def _send_part(self, endpoint: Endpoint, message: Outgoing, rest: memoryview, *, is_first: bool) -> None:
+        """Stage the rest of the body of a message, or as much of it as one piece can hold.
+
+        ``is_first``: whether the rest is the whole body.
+        """
+        part = min(len(rest), self._pool.large_bytes)
+        is_last = part == len(rest)
+        if is_first and is_last:
+            piece = self._pool.stage(rest, message.share_key, self._theirs)
         else:
-            piece = self._pool.stage(body[done : done + part], None, self._theirs)
+            piece = self._pool.stage(rest[:part], None, self._theirs)
         words = self._entries[self.published % self._slots][2]
-        bits = (_KEEPABLE if piece.keepable else 0) | (_CONTINUES if done else 0)
+        bits = (_KEEPABLE if piece.keepable else 0) | (0 if is_first else _CONTINUES)
         words[0] = part | (piece.number + 1) << _PIECE_SHIFT | bits
         words[1] = piece.use
         self._publish()
-        done += part
-        self.unfinished = (message, done) if done < total else None
-        if done == total:
+        self.unfinished = None if is_last else (message, rest[part:])
+        if is_last:
             endpoint.message_sent(message)
+
+    def keep_rest(self, is_withdrawn: Callable[[Outgoing], bool]) -> bool:
+        """Copy the rest of a message of a failed operation; return whether the peer reads no body of one in place."""
+        if self.unfinished is not None:
+            message, rest = self.unfinished
+            if is_withdrawn(message):
+                self.unfinished = message, memoryview(bytes(rest))
+        return not any(is_withdrawn(message) for _, message in self.loans.lent.values())
 
     def _publish(self) -> None:
         self.published += 1

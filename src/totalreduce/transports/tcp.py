@@ -29,7 +29,7 @@ from typing import Any, cast, final
 
 from totalreduce.foundation.config import TcpConfig, Tls
 from totalreduce.foundation.errors import ProtocolError
-from totalreduce.transports.base import Endpoint, Made, Transport, TransportCounters
+from totalreduce.transports.base import Endpoint, Made, Outgoing, Transport, TransportCounters
 from totalreduce.transports.connection import BEAT, Connection
 from totalreduce.transports.handshake import JobIdentity
 from totalreduce.transports.listener import Listener
@@ -178,6 +178,15 @@ class TcpTransport(Transport):
 
     def idle(self) -> bool:
         return not any(connection.outgoing.busy for connection in self._connections.values())
+
+    def keep_rests(self, is_withdrawn: Callable[[Outgoing], bool]) -> bool:
+        self.wake()  # a thread that waits with the relay holds the lock
+        with self._changing:
+            for connection in self._connections.values():
+                connection.outgoing.keep_rest(is_withdrawn)
+            if self._relay is not None:
+                self._relay.keep_rests()
+        return True
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when ``wait`` would end, for a joint epoll object."""
