@@ -179,9 +179,21 @@ def test_the_way_to_the_others_follows_from_where_they_live(fleet, way, ranks_pe
 
 
 def test_a_rank_that_cannot_share_memory_is_reached_over_tcp(fleet):
-    source = "from totalreduce.transports import shm\nif rank == 1: shm.shm_available = lambda: 'no memfd'\n" + WAY
+    source = "from totalreduce.transports import shm\nif rank == 1: shm.shm_available = lambda *_: 'no memfd'\n" + WAY
     kinds = [values[0] for values in values_of(fleet.start(3, source, WAY="auto", RANKS_PER_HOST="3"))]
     assert kinds == ["RoutedTransport", "TcpTransport", "RoutedTransport"]
+
+
+def test_a_limit_for_files_leads_to_tcp_with_a_warning(fleet):
+    """Shared memory is a file. Ranks must know before they meet that one of them may not make it long enough."""
+    limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20, -1))\n"
+    workers = fleet.start(2, limit + WAY, WAY="auto", RANKS_PER_HOST="2")
+    assert [values[0] for values in values_of(workers)] == ["TcpTransport"] * 2
+    warnings = [
+        worker.errors().count("rank 0 shares no memory, so it exchanges all messages over TCP") for worker in workers
+    ]
+    assert warnings == [1, 0]
+    assert "files of at most 8388608 bytes (`ulimit -f`)" in workers[0].errors()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from shm_desk import PIECE, Host, assert_woken_when_given_back, message
 
-from totalreduce.transports import shm_memory
+from totalreduce.transports import shm_arena, shm_memory
 from totalreduce.transports.shm_memory import LOANS, Outbox, OutboxLayout
 
 LAYOUT = OutboxLayout.choose(2, PIECE, 4 * PIECE)
@@ -73,6 +73,10 @@ def test_more_than_there_is_is_usual_memory_after_a_warning(
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     assert outbox.arena.allocate(3 << 20) is None
     assert "no shared memory of 3 MiB (Cannot allocate memory): usual memory instead" in caplog.text
+    # Here the kernel would end the process without an error: to reserve pages counts as to take them.
+    monkeypatch.setattr(shm_arena, "memory_room", lambda: 5 << 20)
+    assert outbox.arena.allocate(6 << 20) is None
+    assert "no shared memory of 6 MiB (the container of this process has 5 MiB left): usual memory" in caplog.text
     monkeypatch.undo()
     assert place_of(outbox, outbox.arena.allocate(1)) == LAYOUT.total_bytes
 

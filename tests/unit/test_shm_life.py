@@ -103,6 +103,20 @@ def test_the_reason_why_there_is_no_shared_memory(monkeypatch: pytest.MonkeyPatc
         assert "No space left on device" in str(shm_available())
         assert 'transport="tcp"' in str(shm_available())
     with monkeypatch.context() as patch:
+        patch.setattr(shm_memory, "memory_room", lambda: 100 << 20)
+        assert shm_available(50 << 20, 2) is None
+        assert "no shared memory of 3 x 50 MiB: the container of this process has 100 MiB left" in str(
+            shm_available(50 << 20, 3)
+        )
+        patch.setattr(shm_memory, "memory_room", lambda: 0)
+        with pytest.raises(ConfigurationError, match="the container of this process has 0 MiB left"):
+            Outbox(SMALL)
+    with monkeypatch.context() as patch:
+        limits = shm_memory.resource.getrlimit(shm_memory.resource.RLIMIT_FSIZE)
+        patch.setattr(shm_memory.resource, "getrlimit", lambda _: (40 << 20, limits[1]))
+        assert shm_available(40 << 20) is None
+        assert "files of at most 41943040 bytes (`ulimit -f`)" in str(shm_available(41 << 20))
+    with monkeypatch.context() as patch:
         patch.setattr(os, "memfd_create", refuse)
         assert "memfd_create" in str(shm_available())
     with monkeypatch.context() as patch:

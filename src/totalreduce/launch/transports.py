@@ -202,7 +202,7 @@ def _over_sockets(request: JoinRequest) -> Transport:
             port = tcp_listener.getsockname()[1]
         shm_address, shm_listener = None, None
         if request.transport != "tcp":
-            shm_address, shm_listener = _share_memory(world)
+            shm_address, shm_listener = _share_memory(world, request.board_bytes)
         if shm_listener is not None:
             listeners.enter_context(shm_listener)
         epoch = 0 if request.store is None else request.store.epoch
@@ -299,9 +299,10 @@ def _listen(world: World, request: JoinRequest) -> tuple[str, socket.socket]:
     return address, listener
 
 
-def _share_memory(world: World) -> tuple[str | None, socket.socket | None]:
-    """Listen on a Unix socket, if there is shared memory."""
-    reason = shm.shm_available()
+def _share_memory(world: World, board_bytes: int) -> tuple[str | None, socket.socket | None]:
+    """Listen on a Unix socket, if there is shared memory, and this rank may have as much of it as it will need."""
+    num_ranks = world.local_world_size
+    reason = shm.shm_available(shm.reserved_bytes(num_ranks, board_bytes), num_ranks)
     if reason is None:
         try:
             listener, address = shm.listen()
@@ -311,7 +312,11 @@ def _share_memory(world: World) -> tuple[str | None, socket.socket | None]:
             reason = f"no Unix socket: {error.strerror}"
         else:
             return address, listener
-    _log.info("rank %d shares no memory: %s", world.rank, reason)
+    is_missed = world.local_world_size > 1 and world.local_rank == 0  # one line for each host is enough
+    _log.log(
+        logging.WARNING if is_missed else logging.INFO,
+        *("rank %d shares no memory, so it exchanges all messages over TCP: %s", world.rank, reason),
+    )
     return None, None
 
 

@@ -2,14 +2,15 @@
 
 The arena is the last part of a rank's memory file. It is as long as a fair share of the machine's memory, but no memory
 is reserved for it until a tensor is allocated. The tensor's memory is reserved at once, so that a lack of memory is an
-error there and not a signal at the first touch. Memory of tensors that are gone serves later tensors; it is not given
-back to the system while the group exists.
+error there and not a signal at the first touch, and only if the containers of this process have so much left. Memory of
+tensors that are gone serves later tensors; it is not given back to the system while the group exists.
 """
 
 from __future__ import annotations
 
 import bisect
 import ctypes
+import errno
 import logging
 import math
 import os
@@ -19,6 +20,8 @@ from collections import deque
 from typing import Any, final
 
 import numpy as np
+
+from totalreduce.foundation.memory_room import memory_room
 
 __all__ = ["Arena"]
 
@@ -79,6 +82,9 @@ class Arena:
         try:
             if start + length > len(self._view):
                 raise OSError(0, f"{len(self._view) - start >> 20} MiB are left")
+            room = memory_room()
+            if room is not None and length > room:  # the kernel would end this process, and return no error
+                raise OSError(errno.ENOMEM, f"the container of this process has {room >> 20} MiB left")
             os.posix_fallocate(self._fd, start, length)
         except OSError as error:
             _log.warning("no shared memory of %d MiB (%s): usual memory instead", length >> 20, error.strerror)

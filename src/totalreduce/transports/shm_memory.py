@@ -51,6 +51,7 @@ import numpy as np
 
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError
 from totalreduce.foundation.header import HEADER_BYTES
+from totalreduce.foundation.memory_room import memory_room
 from totalreduce.foundation.os_errors import is_out_of_descriptors
 from totalreduce.transports.shm_arena import Arena
 
@@ -234,15 +235,40 @@ class Fences:
             pass
 
 
-def shm_available() -> str | None:
-    """Return why ranks of this host cannot use shared memory, or ``None`` if they can."""
+def shm_available(num_bytes: int = 0, num_ranks: int = 1) -> str | None:
+    """Return why ranks of this host cannot use shared memory, or ``None`` if they can.
+
+    Args:
+        num_bytes: How much each of them will need.
+        num_ranks: How many of them reserve it at the same time.
+    """
     if not sys.platform.startswith("linux"):
         return f"shared memory needs Linux, and this is {sys.platform}"
     try:
+        _check_limits(num_bytes, num_ranks)
         Outbox(OutboxLayout.choose(1, _PAGE, _PAGE)).close()
     except ConfigurationError as error:
         return str(error)
     return None
+
+
+def _check_limits(num_bytes: int, num_ranks: int = 1) -> None:
+    """Check that this process may reserve so much shared memory, while so many ranks of its container do so.
+
+    Raises:
+        ConfigurationError: It may not.
+    """
+    longest, room = resource.getrlimit(resource.RLIMIT_FSIZE)[0], memory_room()
+    if longest != resource.RLIM_INFINITY and longest < num_bytes:
+        raise ConfigurationError(
+            f"no shared memory of {num_bytes >> 20} MiB: this process may make files of at most {longest} bytes "
+            '(`ulimit -f`), and shared memory is a file; raise that limit, or use transport="tcp"'
+        )
+    if room is not None and room < num_ranks * num_bytes:
+        raise ConfigurationError(
+            f"no shared memory of {num_ranks} x {num_bytes >> 20} MiB: the container of this process has "
+            f'{room >> 20} MiB left; give it more memory, or use transport="tcp"'
+        )
 
 
 @final
@@ -267,6 +293,7 @@ class Outbox:
         """
         self.layout, self.fences = layout, Fences()
         size = layout.total_bytes
+        _check_limits(size)
         try:
             self.fd = os.memfd_create("totalreduce", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:

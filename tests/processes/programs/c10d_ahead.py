@@ -134,7 +134,7 @@ NEVER_LATE = {"groups"}
 
 def main():
     if os.environ.get("LINK") == "tcp":
-        shm.shm_available = lambda: "it is not wanted here"
+        shm.shm_available = lambda *_: "it is not wanted here"
     if "ROOM_BYTES" in os.environ:
         early.PEER_BYTES_MAX = int(os.environ["ROOM_BYTES"])
         EngineConfig.__init__.__kwdefaults__["floating_bytes_max"] = int(os.environ["ROOM_BYTES"])
