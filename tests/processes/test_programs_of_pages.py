@@ -115,6 +115,13 @@ def test_programs_for_more_ranks(warm_python, folder):
 
 
 @pytest.mark.slow
+def test_programs_that_start_workers_themselves(folder):
+    chosen = [program for program in PROGRAMS if program.ranks == 1]
+    assert [program.blocks[0].page for program in chosen] == ["docs/launching.md"]
+    run(folder, chosen, 1)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_programs_for_root(folder):
     chosen = [program for program in PROGRAMS if program.kind == "needs"]
