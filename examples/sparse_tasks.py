@@ -6,7 +6,6 @@ allreduce takes several times as long as the arithmetic: what large models are t
 logistic regression on keys of which few are frequent, as words and users are. Nothing here communicates.
 """
 
-import pydoc_data.topics
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -14,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from real_data import VOCABULARY, characters, documentation
+from real_data import digits as load_digits
+from small_gpt import SmallGPT
 from torch import Tensor, nn
 from torch.nn import functional
-
-from totalreduce.cli.models import SmallGPT
 
 WORDS, CONTEXT = 4096, 32
 STRETCH, LOOKED_AT = 16, 256
@@ -149,13 +149,7 @@ def evaluate(model: nn.Module, task: Task, rank: int, world_size: int) -> Tensor
 
 def digits() -> Task:
     """1,797 handwritten digits of 8 x 8 pixels (UCI, by way of scikit-learn), every fifth held out."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise SystemExit("--model cnn reads scikit-learn's digits: pip install scikit-learn") from error
-    loaded = load_digits()
-    pictures = torch.tensor(loaded.images, dtype=torch.float32)[:, None] / 8 - 1
-    labels = torch.tensor(loaded.target)
+    pictures, labels = load_digits()
     chosen = torch.arange(len(labels)) % 5 == 0
 
     def draw(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -168,22 +162,19 @@ def digits() -> Task:
 
 def words() -> Task:
     """The documentation's 4,096 most frequent words; all others are one more."""
-    found = re.findall(r"\w+|[^\w\s]", _text())
+    found = re.findall(r"\w+|[^\w\s]", documentation())
     known = {word: number for number, (word, _) in enumerate(Counter(found).most_common(WORDS - 1))}
     tokens = torch.tensor([known.get(word, WORDS - 1) for word in found])
     return _text_task(WordLSTM, 256, {"sgd": 1.0, "adamw": 1e-2}, 3, tokens)
 
 
-def characters() -> Task:
+def letters() -> Task:
     """The documentation, letter by letter."""
-    alphabet = sorted(set(_text()))
-    numbers = {character: number for number, character in enumerate(alphabet)}
-    tokens = torch.tensor([numbers[character] for character in _text()])
 
     def build(width: int) -> nn.Module:
-        return SmallGPT(len(alphabet), CONTEXT, width=width, num_layers=4, num_heads=4)
+        return SmallGPT(VOCABULARY, CONTEXT, width=width, layers=4, heads=4)
 
-    return _text_task(build, 256, {"sgd": 0.05, "adamw": 5e-4}, 1, tokens)
+    return _text_task(build, 256, {"sgd": 0.05, "adamw": 5e-4}, 1, characters(documentation()))
 
 
 def keys() -> Task:
@@ -208,12 +199,7 @@ def _true_weights(found: Tensor) -> Tensor:
     return ((found * 2_654_435_761) % 4_294_967_291 % 2001 - 1000).float() / 1000
 
 
-TASKS = {"cnn": digits, "lstm": words, "gpt": characters, "logistic": keys}
-
-
-def _text() -> str:
-    topics = pydoc_data.topics.topics
-    return "\n\n".join(topics[name] for name in sorted(topics))
+TASKS = {"cnn": digits, "lstm": words, "gpt": letters, "logistic": keys}
 
 
 def _text_task(

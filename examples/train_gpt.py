@@ -7,13 +7,13 @@ sbatch -N 2 --ntasks-per-node 2 examples/slurm.sh examples/train_gpt.py --steps 
 """
 
 import argparse
-import pydoc_data.topics
 
 import torch
+from real_data import VOCABULARY, characters, documentation
+from small_gpt import SmallGPT
 from torch.nn import functional
 
 import totalreduce as tr
-from totalreduce.cli.models import SmallGPT
 
 BATCH, CONTEXT = 8, 64
 
@@ -21,15 +21,12 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=100)
 steps = parser.parse_args().steps
 
-text = "\n".join(pydoc_data.topics.topics.values())
-alphabet = sorted(set(text))
-numbers = {character: number for number, character in enumerate(alphabet)}
-data = torch.tensor([numbers[character] for character in text])
+data = characters(documentation())
 
 torch.set_num_threads(1)
 with tr.init() as group:
     torch.manual_seed(0)
-    model = SmallGPT(len(alphabet), CONTEXT, width=128, num_layers=4, num_heads=4)
+    model = SmallGPT(VOCABULARY, CONTEXT, width=128, layers=4, heads=4)
     optimizer = tr.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model, group=group)
     batches = torch.Generator().manual_seed(group.rank)  # every rank draws its own batches
     for step in range(steps):

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch_tasks import CONTEXT, VOCABULARY, Record, make_task, parse_options
+from real_data import VOCABULARY
+from torch_tasks import CONTEXT, Record, make_task, parse_options
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 import totalreduce  # noqa: F401  (brings the back end)

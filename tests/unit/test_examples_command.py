@@ -1,5 +1,6 @@
 """``totalreduce examples``: every example is listed and copied, and nothing of the user's is overwritten."""
 
+import ast
 import os
 
 import pytest
@@ -26,6 +27,15 @@ def test_every_example_says_what_it_is(capsys):
         assert f"{path.relative_to(EXAMPLES)} {summary(path)}" in lines
     assert "torch_ddp.py Train with DistributedDataParallel." in lines
     assert "slurm.sh Train under Slurm, one rank per task." in lines
+
+
+def test_examples_import_nothing_that_is_only_the_command_line_s():
+    for path in EXAMPLES.glob("*.py"):
+        imports = [
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)
+        ]
+        names = [getattr(node, "module", None) or node.names[0].name for node in imports]
+        assert not [name for name in names if name.startswith("totalreduce.cli")], path
 
 
 def test_examples_are_copied_with_the_packages_among_them(tmp_path, capsys):
