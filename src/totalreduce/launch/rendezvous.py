@@ -15,11 +15,8 @@ import json
 import logging
 import math
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, final
@@ -33,7 +30,7 @@ from totalreduce.foundation.os_errors import missing_descriptors
 from totalreduce.foundation.world import World
 from totalreduce.launch.arrivals import Arrival, find_conflict
 from totalreduce.launch.rounds import enter_round
-from totalreduce.launch.unreachable import why_unreachable
+from totalreduce.launch.unreachable import await_listener, why_unreachable, within
 
 __all__ = ["Meeting", "Member", "StoreRank", "compare_settings", "current_world", "open_store"]
 
@@ -150,30 +147,35 @@ def open_store(world: World, timeout_s: float) -> Store:
             multi_tenant=True,
         )
 
-    address = (world.master_address, world.master_port)
+    address, left_s = (world.master_address, world.master_port), timeout_s
+    if not serves:
+        # Torch's own wait says nothing of the cause, prints a page of frames, and looks names up beyond its deadline.
+        until = time.monotonic() + timeout_s
+        cause = await_listener(*address, timeout_s)
+        if cause is not None:
+            raise _not_reached(world, where, cause)
+        left_s = until - time.monotonic()
     try:
         if not serves:
-            return _within(timeout_s, make)
+            return _store_within(left_s, make)
         if address not in _served:
-            _served[address] = make()
+            _served[address] = _store_within(left_s, make)
             _served[address].set(_SERVER, Arrival.of(world).to_text())
         return _served[address]
     except (RuntimeError, ValueError, TimeoutError) as error:
         if serves:
             _refuse_second_server(world, lambda: make(serves=False, timeout_s=_ASK_S))
-        role = "serve" if serves else "reach"
-        shortage = missing_descriptors(_STORE_DESCRIPTORS)
-        if shortage is not None:
-            raise RendezvousError(f"rank {world.rank} cannot {role} the store at {where}: {shortage}") from error
-        cause = why_unreachable(world.master_address, world.master_port, _ASK_S, serves=serves)
-        raise RendezvousError(
-            f"rank {world.rank} cannot {role} the store at {where}: "
-            + (
-                cause
-                or f"{_first_line(error)}. Rank 0 serves it: was it started, and with the same world size? Check "
-                "MASTER_ADDR and MASTER_PORT (is the port free on rank 0's host, and open?)"
-            )
-        ) from error
+        cause = why_unreachable(*address, _ASK_S, serves=serves) or (
+            f"{_first_line(error)}. Rank 0 serves it: was it started, and with the same world size? Check "
+            "MASTER_ADDR and MASTER_PORT (is the port free on rank 0's host, and open?)"
+        )
+        raise _not_reached(world, where, cause) from error
+
+
+def _not_reached(world: World, where: str, cause: str) -> RendezvousError:
+    role = "serve" if world.rank == 0 and not world.store_is_served else "reach"
+    shortage = missing_descriptors(_STORE_DESCRIPTORS)
+    return RendezvousError(f"rank {world.rank} cannot {role} the store at {where}: {shortage or cause}")
 
 
 def _refuse_second_server(world: World, ask: Callable[[], Store]) -> None:
@@ -184,7 +186,7 @@ def _refuse_second_server(world: World, ask: Callable[[], Store]) -> None:
     """
     mine = Arrival.of(world)
     try:
-        store = _within(_ASK_S, ask)
+        store = _store_within(_ASK_S, ask)
         if not store.check([_SERVER]):
             return
         server = Arrival.from_text(_text_of(store, _SERVER))
@@ -223,24 +225,15 @@ def _checked(value: bytes) -> str:
     return value.decode()
 
 
-def _within(timeout_s: float, make: Callable[[], Store]) -> Store:
+def _store_within(timeout_s: float, make: Callable[[], Store]) -> Store:
     """Call ``make`` with a deadline: torch waits for ever for an answer if something else listens at the port.
 
     Raises:
-        TimeoutError: No answer came. The thread that waits for it stays until the process ends.
+        TimeoutError: No answer came.
     """
-    outcome: Future[Store] = Future()
-
-    def body() -> None:
-        try:
-            outcome.set_result(make())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=body, name="totalreduce-store", daemon=True).start()
     try:
-        return outcome.result(timeout_s + _GRACE_S)
-    except FutureTimeoutError:
+        return within(timeout_s + _GRACE_S, make)
+    except TimeoutError:
         raise TimeoutError(f"the listener there does not answer like a store within {timeout_s:g} s") from None
 
 
