@@ -41,6 +41,8 @@ _ENTRY_BYTES_MAX = 64 * 1024
 _POLL_S = 0.1
 #: When rank 0 says for which ranks it waits that have come already.
 _SAY_S = 2.0
+#: What torch says of the system's error if the port of the store is taken.
+_IN_USE = "EADDRINUSE"
 #: If fewer files can be opened when a store fails, it has failed for want of them.
 _STORE_DESCRIPTORS = 8
 #: Torch notices the end of the time-out by itself, a little late, if nothing listens.
@@ -165,9 +167,16 @@ def open_store(world: World, timeout_s: float) -> Store:
     except (RuntimeError, ValueError, TimeoutError) as error:
         if serves:
             _refuse_second_server(world, lambda: make(serves=False, timeout_s=_ASK_S))
-        cause = why_unreachable(*address, _ASK_S, serves=serves) or (
-            f"{_first_line(error)}. Rank 0 serves it: was it started, and with the same world size? Check "
-            "MASTER_ADDR and MASTER_PORT (is the port free on rank 0's host, and open?)"
+        if serves and _IN_USE in str(error):
+            cause = (
+                f"another program uses port {world.master_port} of this host. End it (`ss -ltnp` shows it), or choose "
+                "another MASTER_PORT, the same on all ranks"
+            )
+        else:
+            cause = why_unreachable(*address, _ASK_S, serves=serves)
+        cause = cause or (
+            f"{_first_line(error)}. Rank 0 serves it: was it started, and with the same world size? Check MASTER_ADDR "
+            "and MASTER_PORT (is the port free on rank 0's host, and open?)"
         )
         raise _not_reached(world, where, cause) from error
 

@@ -89,8 +89,8 @@ def why_unreachable(host: str, port: int, timeout_s: float, *, serves: bool = Fa
         found = within(timeout_s, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
     except TimeoutError:
         return (
-            f"the name service of this host does not answer for the name {host!r} (MASTER_ADDR). Check /etc/resolv.conf "
-            "and the network of this host, or set MASTER_ADDR to the IP address of rank 0's host"
+            f"the name service of this host does not answer for the name {host!r} (MASTER_ADDR). Check "
+            "/etc/resolv.conf and the network of this host, or set MASTER_ADDR to the IP address of rank 0's host"
         )
     except (OSError, UnicodeError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
@@ -102,7 +102,7 @@ def why_unreachable(host: str, port: int, timeout_s: float, *, serves: bool = Fa
     for number, (*_, address) in enumerate(found):
         try:
             share_s = max(0.001, (until - time.monotonic()) / (len(found) - number))
-            with socket.create_connection(address[:2], share_s):
+            with socket.create_connection((str(address[0]), port), share_s):
                 return None
         except OSError as error:
             failure = error
