@@ -7,6 +7,7 @@ outside add commands with entry points of the group ``totalreduce.commands``.
 from __future__ import annotations
 
 import importlib
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,12 +16,16 @@ from typing import Annotated, Any
 import typer
 
 from totalreduce import __version__
+from totalreduce.foundation.checks import did_you_mean
 from totalreduce.foundation.environment import is_debugging, words_to_complete
 from totalreduce.foundation.errors import ConfigurationError, TotalReduceError
 from totalreduce.foundation.extensions import Extensions
 from totalreduce.foundation.os_errors import describe_error, is_out_of_descriptors
 
 __all__ = ["build", "main"]
+
+#: The error of a misspelt command line: Click's, or that of the Click within Typer, which is not public.
+_UsageError: Any = typer.BadParameter.__base__
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +92,18 @@ def build(names: Sequence[str] | None = None) -> typer.Typer:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit.
 
-    A mistake of the user's is one line on standard error and exit code 2; ``TOTALREDUCE_DEBUG=1`` shows the
-    traceback.
+    A mistake of the user's is one line on standard error and exit code 2, also a misspelt option, for which Typer would
+    show the usage first; ``TOTALREDUCE_DEBUG=1`` shows the traceback.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        _build_for(words_to_complete() or words)(words)
+        code = _build_for(words_to_complete() or words)(words, prog_name="totalreduce", standalone_mode=False)
+    except _UsageError as error:
+        _show_usage_error(error, words)
+        sys.exit(2)
+    except typer.Abort:
+        typer.echo("Aborted!", err=True)
+        sys.exit(1)
     except (TotalReduceError, OSError) as error:
         expected = isinstance(error, TotalReduceError) or is_out_of_descriptors(error)
         if not expected or is_debugging():
@@ -101,6 +112,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _show_usage_error(error: Any, words: Sequence[str]) -> None:
+    if type(error).__name__ == "NoArgsIsHelpError":  # a command with subcommands, and none was given
+        error.show()
+        return
+    path = "totalreduce" if error.ctx is None else error.ctx.command_path
+    hint = ""
+    if path == "totalreduce" and words[0].endswith(".py"):
+        hint = f" To start a script: totalreduce run {shlex.join(words)}."
+    option = getattr(error, "option_name", "").lstrip("-")
+    if path == "totalreduce run" and option:
+        known = [word.lstrip("-") for word in error.possibilities or ()]
+        hint = "" if did_you_mean(option, known) else " An option of the script comes after the script."
+    said = error.format_message()
+    end = "" if said.endswith((".", "?")) else "."
+    typer.secho(f"totalreduce: {said}{end}{hint} `{path} -h` shows the options", fg="red", err=True)
 
 
 def _build_for(words: Sequence[str]) -> typer.Typer:

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
+from totalreduce.foundation.checks import did_you_mean
 from totalreduce.foundation.environment import current, users_path
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.named_files import read_named
@@ -37,6 +38,8 @@ __all__ = ["run"]
 
 #: Tells the user a sentence.
 _Note = Callable[[str], None]
+#: Scripts of shells, which Python would refuse with an error of the syntax.
+_SHELL_SUFFIXES = (".sh", ".bash", ".zsh", ".slurm", ".sbatch")
 _TOKEN_BYTES_MAX = 64 * 1024
 _NUMBER_OF_WORKERS = re.compile(r"-n\d*|--num-workers(=.*)?|--emulate-hosts(=.*)?")
 
@@ -467,10 +470,20 @@ def _command(script: str, arguments: list[str], *, module: bool, no_python: bool
         if shutil.which(script) is None:
             raise ConfigurationError(f"no executable {script!r}")
         return [script, *arguments]
+    path = Path(script)
     if module:
+        if path.suffix == ".py":
+            raise ConfigurationError(f"-m takes the name of a module, not of a file: totalreduce run {script}")
         return [sys.executable, "-m", script, *arguments]
-    if not Path(script).exists():
-        raise ConfigurationError(f"no such file: {script}. A module needs -m, an executable --no-python.")
+    if not path.exists():
+        nearest = ""
+        with contextlib.suppress(OSError):
+            nearest = did_you_mean(path.name, (each.name for each in path.parent.iterdir()))
+        raise ConfigurationError(f"no such file: {script}{nearest}. A module needs -m, an executable --no-python.")
+    if path.is_dir() and not (path / "__main__.py").exists():
+        raise ConfigurationError(f"{script} is a folder without a __main__.py: name the script in it")
+    if path.suffix in _SHELL_SUFFIXES:
+        raise ConfigurationError(f"{script} is no Python script: start it with --no-python, as ./{path.name}")
     return [sys.executable, script, *arguments]
 
 
