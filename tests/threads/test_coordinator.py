@@ -1178,7 +1178,7 @@ def test_what_is_refused_at_once() -> None:
                 coordinator.allreduce(torch.ones(2), op=ReduceOp.NONE)
             for begin in (coordinator.allreduce, coordinator.reduce, coordinator.reduce_scatter):
                 for op in ("sum", None, 99, [ReduceOp.SUM]):
-                    with pytest.raises(tr.ConfigurationError, match="is no reduction; there are ReduceOp's SUM, AVG"):
+                    with pytest.raises(tr.ConfigurationError, match=r"is no reduction.*; there are ReduceOp's SUM"):
                         begin(torch.ones(2), op=op)  # type: ignore[operator]
             with pytest.raises(tr.UnsupportedError, match="sparse"):
                 coordinator.allreduce(torch.eye(2).to_sparse(), name="s")

@@ -442,7 +442,7 @@ def test_settings_that_make_no_sense_or_differ() -> None:
     def body(group: Group) -> None:
         model = Net()
         for settings, message in [
-            ({"compression": "fp8"}, r"compression is one of none, fp16, bf16, not 'fp8'"),
+            ({"compression": "fp8"}, r"compression is 'none', 'fp16' or 'bf16', not 'fp8'"),
             ({"gradient_predivide_factor": 0.0}, r"gradient_predivide_factor must be positive"),
             ({"gradient_predivide_factor": 2.0, "op": ReduceOp.SUM}, r"cannot be 2.0 with sum"),
             ({"backward_passes_per_step": 0}, r"backward_passes_per_step must be at least 1"),

@@ -382,7 +382,7 @@ def test_what_cannot_be_synchronised_is_named() -> None:
             wrap(complex_model, group)
         with pytest.raises(UnsupportedError, match=r"'weight' is on meta.*Move the model to the CPU"):
             wrap(torch.nn.Linear(2, 2, device="meta"), group)
-        with pytest.raises(ConfigurationError, match=r"reduced by SUM or AVG"):
+        with pytest.raises(ConfigurationError, match=r"reduced by tr.ReduceOp.AVG or tr.ReduceOp.SUM"):
             wrap(Net(), group, op=ReduceOp.MAX)
         with pytest.raises(ConfigurationError, match=r"overlap is 'backward', 'step' or 'iterations', not 'yes'"):
             wrap(Net(), group, overlap="yes")

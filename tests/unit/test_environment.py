@@ -237,7 +237,7 @@ def test_settings():
     assert is_debugging({}) is False
     assert len(settings.warnings) == 1
     assert "TOTALREDUCE_TIMEOUT " in settings.warnings[0]
-    assert "Did you mean TOTALREDUCE_TIMEOUT_S?" in settings.warnings[0]
+    assert "(did you mean 'TOTALREDUCE_TIMEOUT_S'?)" in settings.warnings[0]
     assert read_settings({}).warnings == ()
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from totalreduce.foundation.checks import did_you_mean
 from totalreduce.foundation.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -110,7 +111,8 @@ def make_strategy(contestant: Contestant) -> Strategy:
     known = strategies()
     make = known.get(contestant.name)
     if make is None:
-        raise ConfigurationError(f"{contestant.name!r} is no strategy; there are {', '.join(known)}")
+        nearest = did_you_mean(contestant.name, known)
+        raise ConfigurationError(f"{contestant.name!r} is no strategy{nearest}; there are {', '.join(known)}")
     settings = dict(contestant.settings)
     try:
         if make is PostLocalSGD:

@@ -6,6 +6,8 @@ that names the value. ``bool`` is no number here: ``priority=True`` is a mistake
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import itertools
 import math
 import operator
@@ -13,10 +15,12 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Final
 
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.types import ReduceOp
 
 __all__ = [
     "NAME_BYTES_MAX",
     "SECONDS_MAX",
+    "did_you_mean",
     "first_difference",
     "integer",
     "integer_fields",
@@ -27,14 +31,24 @@ __all__ = [
     "ranks_in",
     "real_field",
     "real_number",
+    "reduction",
     "seconds",
     "seconds_fields",
 ]
 
 #: The longest name of an operation, in UTF-8 bytes.
 NAME_BYTES_MAX: Final = 1024
+#: What other libraries call a reduction.
+_OTHER_WORDS: Final = {"mean": "AVG", "average": "AVG", "add": "SUM", "prod": "PRODUCT", "mul": "PRODUCT"}
 #: The longest time, some thirty years. System calls and Python's functions allow little more.
 SECONDS_MAX: Final = 1e9
+
+
+def did_you_mean(word: Any, known: Iterable[str]) -> str:
+    """Return `` (did you mean 'topka'?)`` for a word that resembles a known one; otherwise an empty string."""
+    names = {name.lower(): name for name in known}
+    nearest = difflib.get_close_matches(word.lower(), names, n=1) if isinstance(word, str) else []
+    return f" (did you mean {names[nearest[0]]!r}?)" if nearest else ""
 
 
 def first_difference(theirs: Sequence[str], mine: Sequence[str]) -> tuple[str, str] | None:
@@ -105,7 +119,22 @@ def one_of(name: str, value: Any, allowed: Collection[str]) -> None:
     if not isinstance(value, str) or value not in allowed:
         *others, last = map(repr, allowed)
         listed = f"{', '.join(others)} or {last}" if others else last
-        raise ConfigurationError(f"{name} is {listed}, not {value!r}")
+        raise ConfigurationError(f"{name} is {listed}, not {value!r}{did_you_mean(value, allowed)}")
+
+
+def reduction(op: Any) -> ReduceOp:
+    """Return a reduction.
+
+    Those of torch are refused by their type: they equal their numbers, which mean other reductions here.
+    """
+    if isinstance(op, int):
+        with contextlib.suppress(ValueError):
+            return ReduceOp(op)
+    names = {known.name.lower(): known.name for known in ReduceOp if known is not ReduceOp.NONE}
+    word = str(getattr(op, "name", op)).lower()  # torch's own ReduceOp has a name, too
+    nearest = difflib.get_close_matches(word, [*names, *_OTHER_WORDS], n=1)
+    hint = f": write tr.ReduceOp.{(names | _OTHER_WORDS)[nearest[0]]}" if nearest else ""
+    raise ConfigurationError(f"op={op!r} is no reduction{hint}; there are ReduceOp's {', '.join(names.values())}")
 
 
 def priority(value: Any) -> int:

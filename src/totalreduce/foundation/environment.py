@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import stat
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from totalreduce.foundation import checks
 from totalreduce.foundation.config import Tls
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.named_files import read_named
@@ -131,7 +131,8 @@ def _switch(name: str, text: str) -> bool:
 def _one_of(*allowed: str) -> Callable[[str, str], str]:
     def parse(name: str, text: str) -> str:
         if text.lower() not in allowed:
-            raise ConfigurationError(f"{name}={text!r} is none of {', '.join(allowed)}")
+            nearest = checks.did_you_mean(text, allowed)
+            raise ConfigurationError(f"{name}={text!r} is none of {', '.join(allowed)}{nearest}")
         return text.lower()
 
     return parse
@@ -359,9 +360,8 @@ def _unknown_names(env: Mapping[str, str]) -> list[str]:
     sentences = []
     for name in sorted(env):
         if name.startswith("TOTALREDUCE_") and name not in _KNOWN_NAMES:
-            nearest = difflib.get_close_matches(name, sorted(_KNOWN_NAMES), n=1)
-            hint = f" Did you mean {nearest[0]}?" if nearest else ""
-            sentences.append(f"{name} is not a variable of this library and is ignored.{hint}")
+            nearest = checks.did_you_mean(name, sorted(_KNOWN_NAMES))
+            sentences.append(f"{name} is not a variable of this library and is ignored{nearest}")
     return sentences
 
 

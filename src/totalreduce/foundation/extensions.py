@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
+from totalreduce.foundation.checks import did_you_mean
 from totalreduce.foundation.errors import ConfigurationError
 
 __all__ = ["Extensions", "classes_of_settings"]
@@ -51,7 +52,10 @@ class Extensions(Mapping[str, T], Generic[T]):
             return item
         entry = self._entries().get(name)
         if entry is None:
-            raise ConfigurationError(f"{self._kind} {name!r} is not known; there are {', '.join(map(repr, self))}")
+            nearest = did_you_mean(name, self)
+            raise ConfigurationError(
+                f"{self._kind} {name!r} is not known{nearest}; there are {', '.join(map(repr, self))}"
+            )
         try:
             loaded = entry.load()
         except Exception as error:

@@ -53,7 +53,10 @@ class Options(NamedTuple):
             return "auto"
         name = self.schedule.lower() if isinstance(self.schedule, str) else self.schedule
         if name != Algorithm.AUTO and name not in SCHEDULES:
-            raise ConfigurationError(f"schedule {self.schedule!r} is not known; there are auto, {', '.join(SCHEDULES)}")
+            nearest = checks.did_you_mean(name, ("auto", *SCHEDULES))
+            raise ConfigurationError(
+                f"schedule {self.schedule!r} is not known{nearest}; there are auto, {', '.join(SCHEDULES)}"
+            )
         return name
 
 

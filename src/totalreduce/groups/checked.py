@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import Algorithm, DType, OpKind, ReduceOp, Signature
 from totalreduce.kernels import supports
@@ -290,10 +291,9 @@ def _check_counts(a: torch.Tensor, b: torch.Tensor, name: str, what: str) -> Non
 
 def _checked_op(op: ReduceOp, dtype: DType, name: str) -> ReduceOp:
     try:
-        op = ReduceOp(op)
-    except ValueError:
-        known = ", ".join(known.name for known in ReduceOp if known is not ReduceOp.NONE)
-        raise ConfigurationError(f"tensor {name!r}: {op!r} is no reduction; there are ReduceOp's {known}") from None
+        op = checks.reduction(op)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"tensor {name!r}: {error}") from None
     if op is ReduceOp.NONE or not supports(dtype, op):
         raise ConfigurationError(f"tensor {name!r}: {op.name} of {dtype.name.lower()} is not defined")
     return op

@@ -15,6 +15,7 @@ All operations have these properties in common:
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 
+from totalreduce.foundation.checks import did_you_mean
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.horovod.arguments import (
@@ -466,11 +468,13 @@ def checked_op(op: Any) -> Reduction:
     Raises:
         ConfigurationError: It is no reduction.
     """
-    try:
-        return Average if op is None else Reduction(op)
-    except ValueError:
-        known = ", ".join(each.name.title() for each in Reduction)
-        raise ConfigurationError(f"op is one of {known}, not {op!r:.60}") from None
+    if op is None:
+        return Average
+    if isinstance(op, int):  # those of torch are none, but equal their numbers, which mean other reductions here
+        with contextlib.suppress(ValueError):
+            return Reduction(op)
+    names = [each.name.title() for each in Reduction]
+    raise ConfigurationError(f"op is one of {', '.join(names)}, not {op!r:.60}{did_you_mean(op, names)}")
 
 
 def _reduce(call: _Call, tensors: Sequence[torch.Tensor], *, in_place: bool) -> Handle:

@@ -23,6 +23,7 @@ from totalreduce.horovod.process_sets import ProcessSet, global_process_set
 from totalreduce.pytorch import adasum
 from totalreduce.pytorch import optimizer as plain
 from totalreduce.pytorch.planning import NamedParameters, ParameterSource
+from totalreduce.pytorch.wrapper import no_optimizer
 
 __all__ = ["AdasumOptimizer", "DistributedOptimizer", "GradientOptimizer"]
 
@@ -153,7 +154,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         PlanMismatchError: The ranks' models or settings differ; on every rank.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigurationError(f"the optimizer must be a torch.optim.Optimizer, not a {type(optimizer).__name__}")
+        raise ConfigurationError(no_optimizer(optimizer))
     op, compression = checked_op(op), checked_compression(compression)
     context.number(process_set)
     _check_hints(num_groups, groups)

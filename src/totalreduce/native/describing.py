@@ -51,12 +51,7 @@ class Scaling(NamedTuple):
 
     def check(self) -> None:
         """Raise ``ConfigurationError`` if ``op`` is no reduction."""
-        try:
-            op = ReduceOp(self.op)
-        except ValueError:
-            known = ", ".join(op.name for op in _REDUCTIONS if op is not ReduceOp.NONE)
-            raise ConfigurationError(f"op {self.op!r} is no reduction; there are ReduceOp's {known}") from None
-        if op is ReduceOp.NONE:
+        if checks.reduction(self.op) is ReduceOp.NONE:
             raise ConfigurationError("op NONE reduces nothing")
 
 

@@ -15,7 +15,7 @@ from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
 from totalreduce.groups.agreement import agree_or_refuse, broadcast_json
 from totalreduce.groups.encoding import decode, empty_tensors, encode
 from totalreduce.groups.group import Group
-from totalreduce.pytorch.wrapper import OptimizerWrapper
+from totalreduce.pytorch.wrapper import OptimizerWrapper, no_optimizer
 from totalreduce.tensors.dtypes import problem_of_values
 from totalreduce.tensors.modes import outside_inference_mode
 from totalreduce.tensors.values import set_values
@@ -73,7 +73,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, group: Group, ro
         ConfigurationError: The root's state holds other values; on every rank. Or this is no optimizer.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigurationError(f"the optimizer must be a torch.optim.Optimizer, not a {type(optimizer).__name__}")
+        raise ConfigurationError(no_optimizer(optimizer))
     shapes = [[list(p.shape) for p in param_group["params"]] for param_group in optimizer.param_groups]
     kind = optimizer.kind if isinstance(optimizer, OptimizerWrapper) else type(optimizer).__qualname__
     state = optimizer.state_dict()

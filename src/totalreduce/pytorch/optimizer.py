@@ -170,7 +170,7 @@ class DistributedOptimizer(OptimizerWrapper):
         optimizer: Any ``torch.optim`` optimizer. Do not call its ``step()``; ``DistributedOptimizer.step()`` calls it.
         model: The module that holds the optimizer's parameters, or ``None``. The gradients of model parameters that the
             optimizer does not hold stay local.
-        group: The ranks.
+        group: The ranks, as ``tr.init()`` returns them. Required.
         op: ``AVG``: gradients are averaged over the ranks. ``SUM``: they are added.
         bucket_bytes: The size limit of a bucket, whose gradients travel as one operation. Default: 4 MiB. With a
             native library: 8 MiB, or the coordinator's ``fusion_bytes`` if that is smaller.
@@ -249,7 +249,7 @@ class DistributedOptimizer(OptimizerWrapper):
         optimizer: torch.optim.Optimizer,
         model: torch.nn.Module | None = None,
         *,
-        group: Group,
+        group: Group | None = None,
         op: ReduceOp = ReduceOp.AVG,
         bucket_bytes: int | None = None,
         overlap: Literal["backward", "step", "iterations"] = "backward",
@@ -267,6 +267,12 @@ class DistributedOptimizer(OptimizerWrapper):
         buffers: BufferMode | None = "broadcast",
         name: str = "model",
     ) -> None:
+        if group is None:
+            given = "The second argument is the model; write" if isinstance(model, Group) else "Write"
+            raise ConfigurationError(
+                f"tr.DistributedOptimizer needs the group of ranks. {given} "
+                "tr.DistributedOptimizer(optimizer, model, group=tr.init())"
+            )
         # An earlier optimizer of this name may have been closed while only some ranks had submitted an operation. The
         # number in the prefix keeps the operations of this optimizer from being matched with such an operation. Every
         # call counts, also one that raises an error: if a rank refuses its arguments below and the others run out of

@@ -89,13 +89,12 @@ class PlanSettings:
         return self.sync is None and self.adds_up(active, world_size)
 
     def __post_init__(self) -> None:
-        if self.op not in (ReduceOp.SUM, ReduceOp.AVG):
-            raise ConfigurationError(f"gradients are reduced by SUM or AVG, not {self.op!r}")
+        if checks.reduction(self.op) not in (ReduceOp.SUM, ReduceOp.AVG):
+            raise ConfigurationError(f"gradients are reduced by tr.ReduceOp.AVG or tr.ReduceOp.SUM, not {self.op!r}")
         checks.integer_fields(self, "bucket_bytes", "backward_passes_per_step", minimum=1)
         checks.one_of("overlap", self.overlap, ("backward", "step", "iterations"))
         checks.one_of("on_missing", self.on_missing, ("zero", "error"))
-        if self.compression not in _WIRE_DTYPES:
-            raise ConfigurationError(f"compression is one of {', '.join(_WIRE_DTYPES)}, not {self.compression!r}")
+        checks.one_of("compression", self.compression, _WIRE_DTYPES)
         checks.real_field(self, "gradient_predivide_factor", above=0)
         factor = self.gradient_predivide_factor
         if factor != 1.0 and self.op is not ReduceOp.AVG:

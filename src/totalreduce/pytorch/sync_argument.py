@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from totalreduce.foundation.checks import did_you_mean
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.sparse.session import Method
 from totalreduce.strategies.strategy import Strategy
@@ -47,8 +48,9 @@ def _named(name: str, argument: str) -> Callable[[], Method | Strategy]:
     for known in (METHODS, STRATEGIES):
         if name in known:
             return known[name]
+    names = [*METHODS, Auto.name, *STRATEGIES]
     raise ConfigurationError(
-        f"{argument}={name!r} is not known: there are {', '.join([*METHODS, Auto.name, *STRATEGIES])}; with settings: "
+        f"{argument}={name!r} is not known{did_you_mean(name, names)}: there are {', '.join(names)}; with settings: "
         f"{argument}={_EXAMPLES}"
     )
 

@@ -10,7 +10,13 @@ from torch.utils.hooks import RemovableHandle
 
 from totalreduce.foundation.errors import ConfigurationError
 
-__all__ = ["OptimizerWrapper"]
+__all__ = ["OptimizerWrapper", "no_optimizer"]
+
+
+def no_optimizer(value: object) -> str:
+    """Return the sentence for an argument that is no torch optimizer, with what to write instead of a model."""
+    hint = ": write torch.optim.SGD(model.parameters(), lr=0.1)" if isinstance(value, torch.nn.Module) else ""
+    return f"the optimizer must be a torch.optim.Optimizer, not a {type(value).__name__}{hint}"
 
 
 class OptimizerWrapper(torch.optim.Optimizer, ABC):
@@ -26,7 +32,7 @@ class OptimizerWrapper(torch.optim.Optimizer, ABC):
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         if not isinstance(inner, torch.optim.Optimizer):
-            raise ConfigurationError(f"the optimizer must be a torch.optim.Optimizer, not a {type(inner).__name__}")
+            raise ConfigurationError(no_optimizer(inner))
         self._inner = inner
 
     @property
@@ -57,7 +63,16 @@ class OptimizerWrapper(torch.optim.Optimizer, ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the torch optimizer's state after all deferred updates."""
         self.flush()
-        self._inner.load_state_dict(state_dict)
+        try:
+            self._inner.load_state_dict(state_dict)
+        except KeyError as error:
+            if "param_groups" in state_dict and "state" in state_dict:
+                raise
+            has = ", ".join(map(repr, list(state_dict)[:3])) or "nothing"
+            raise ConfigurationError(
+                f"load_state_dict needs what state_dict() of an optimizer has returned; this has no {error}, only "
+                f"{has}. Of a checkpoint with several states, pass that of the optimizer"
+            ) from error
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]

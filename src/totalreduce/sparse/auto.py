@@ -16,6 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from totalreduce.foundation.checks import did_you_mean
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.sparse.accumulator import HostAccumulator
 from totalreduce.sparse.actions import Carrier
@@ -52,7 +53,10 @@ class Auto(DensitySettings):
         DensitySettings.__post_init__(self)
         for name in self.methods:
             if name not in METHODS or name in ("dense", "powersgd"):
-                raise ConfigurationError(f"{name!r} is no method that tr.Auto can try; there are {', '.join(METHODS)}")
+                nearest = did_you_mean(name, METHODS)
+                raise ConfigurationError(
+                    f"{name!r} is no method that tr.Auto can try{nearest}; there are {', '.join(METHODS)}"
+                )
 
     def candidates(self) -> list[Method]:
         """Return the methods, with this density."""

@@ -63,10 +63,21 @@ def check_dense(tensor: torch.Tensor, name: str) -> None:
         UnsupportedError: It is not a tensor, or it is sparse, nested or quantised; the message says what to do.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise UnsupportedError(f"{name!r} is a {type(tensor).__name__}, not a torch.Tensor")
+        raise UnsupportedError(f"{name!r} is a {type(tensor).__name__}, not a torch.Tensor: {_advice(tensor)}")
     problem = problem_of_layout(tensor)
     if problem is not None:
         raise UnsupportedError(f"tensor {name!r} {problem}")
+
+
+def _advice(value: object) -> str:
+    """Say what to write instead of a value that is no tensor."""
+    if isinstance(value, list | tuple) and value and all(isinstance(each, torch.Tensor) for each in value):
+        return "call allreduce for each tensor, and wait for all afterwards; they travel together"
+    if hasattr(value, "__array_interface__"):
+        return "write torch.from_numpy(array), which shares the array's memory"
+    if isinstance(value, float | int | list | tuple):
+        return "write torch.tensor(value), and read the result of wait()"
+    return "objects of other types travel with group.allgather_object or group.broadcast_object"
 
 
 def problem_of_layout(tensor: torch.Tensor) -> str | None:
