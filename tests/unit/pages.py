@@ -117,6 +117,26 @@ def anchors(page):
     return set(found)
 
 
+def quoted(text):
+    """A text as code, as tables of the pages have the lines of errors."""
+    return f"`{text}`"
+
+
+def table_below(page, heading):
+    """The rows of the first table below a heading, without its head: the Markdown of each cell."""
+    found, below = [], False
+    for token, inline in zip(tokens(page), tokens(page)[1:], strict=False):
+        if token.type == "heading_open":
+            below = below or inline.content == heading
+        elif below and token.type == "tr_open":
+            found.append(())
+        elif below and token.type == "td_open":
+            found[-1] += (inline.content,)
+        elif below and token.type == "table_close":
+            break
+    return [row for row in found if row]
+
+
 def links(page):
     """The targets of a page's links and pictures."""
     found = []

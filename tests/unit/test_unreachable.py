@@ -108,9 +108,7 @@ def test_a_rank_that_finds_nobody_says_so():
 
 
 def test_a_rank_whose_host_does_not_know_the_name_says_so(monkeypatch):
-    monkeypatch.setattr(
-        socket, "getaddrinfo", failing(socket.gaierror(socket.EAI_NONAME, "Name or service not known"))
-    )
+    monkeypatch.setattr(socket, "getaddrinfo", failing(socket.gaierror(socket.EAI_NONAME, "Name or service not known")))
     cause = "^rank 1 cannot reach the store at node9:29500: this host does not know the name 'node9'.*spelling"
     with pytest.raises(RendezvousError, match=cause):
         open_store(world_at("node9", 29500), 0.3)
