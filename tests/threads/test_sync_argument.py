@@ -38,7 +38,7 @@ def test_auto_is_a_name_too() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("oktopck", "sync='oktopck' is not known: there are dense, topka,"),
+        ("oktopck", "sync='oktopck' is not known (did you mean 'oktopk'?): there are dense, topka,"),
         (0.01, "sync= takes tr.OkTopk(density=0.01), tr.PowerSGD(rank=4) or tr.DiLoCo(period=100), not 0.01"),
         (dict, "not the class dict"),
         (tr.ErrorFeedback(), "not ErrorFeedback("),
