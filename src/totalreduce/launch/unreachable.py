@@ -5,7 +5,6 @@ Neither the system's look-up of names nor torch's store keeps a deadline, so bot
 
 from __future__ import annotations
 
-import errno
 import socket
 import threading
 import time
@@ -13,11 +12,24 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from totalreduce.foundation.os_errors import describe_error
+from totalreduce.foundation.unreachable import Obstacle, describe_unreachable
 
 __all__ = ["await_listener", "why_unreachable", "within"]
 
-_NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
+_ADVICE = {
+    Obstacle.NOBODY_LISTENS: (
+        "Was rank 0 started there, and has it ended? Check that MASTER_ADDR and MASTER_PORT are the same on all ranks; "
+        "a firewall can refuse connections, too"
+    ),
+    Obstacle.NO_ANSWER: (
+        "A firewall may drop what is sent to this port (open it on rank 0's host), or the host is off, or MASTER_ADDR "
+        "is not its address in this network"
+    ),
+    Obstacle.NO_ROUTE: (
+        "Check that MASTER_ADDR is the address of rank 0's host in a network that both hosts share (`ip route get` "
+        "shows the interface), and that this interface is up"
+    ),
+}
 #: The longest time of one attempt to connect. The system repeats its request ever more rarely within one attempt.
 _ATTEMPT_S = 5.0
 #: An attempt that is shorter than this, at the deadline, tells less than the one before it.
@@ -106,22 +118,6 @@ def why_unreachable(host: str, port: int, timeout_s: float, *, serves: bool = Fa
                 return None
         except OSError as error:
             failure = error
-    if isinstance(failure, ConnectionRefusedError):
-        if serves:
-            return None
-        return (
-            f"nobody listens at port {port} of {host}. Was rank 0 started there, and has it ended? Check that "
-            "MASTER_ADDR and MASTER_PORT are the same on all ranks; a firewall can refuse connections, too"
-        )
-    if isinstance(failure, TimeoutError):
-        return (
-            f"{host} does not answer at port {port}. A firewall may drop what is sent to this port (open it on rank "
-            "0's host), or the host is off, or MASTER_ADDR is not its address in this network"
-        )
-    if failure.errno in _NO_ROUTE:
-        return (
-            f"there is no route from this host to {host}: {describe_error(failure)}. Check that MASTER_ADDR is the "
-            "address of rank 0's host in a network that both hosts share (`ip route get` shows the interface), and "
-            "that this interface is up"
-        )
-    return f"a connection to {host}, port {port}, failed: {describe_error(failure)}"
+    if serves and isinstance(failure, ConnectionRefusedError):
+        return None
+    return describe_unreachable(failure, host, port, _ADVICE)

@@ -15,6 +15,7 @@ from typing import final
 from totalreduce.foundation.config import TcpConfig
 from totalreduce.foundation.errors import AuthenticationError
 from totalreduce.foundation.os_errors import is_out_of_descriptors
+from totalreduce.foundation.unreachable import Obstacle, describe_unreachable
 from totalreduce.transports.connection import Connection, tcp_info
 from totalreduce.transports.handshake import Acceptor, Connector, JobIdentity
 from totalreduce.transports.listener import DescriptorShortage, Listener
@@ -34,6 +35,24 @@ _RETRY_S = 0.1
 _NO_TLS_S = 1.0
 #: How often a refused connection is read from, so that unread bytes do not turn the TLS alert into a reset.
 _LINGER_READS_MAX = 16
+_PORTS = "docs/where.md, 'Firewalls and ports'"
+#: What to check for each cause of a connection to a rank that could not be made.
+_ADVICE = {
+    Obstacle.NOBODY_LISTENS: (
+        "It has listened there when it joined: look for its end in its output. If it still runs, another host has this "
+        "address in this network (TOTALREDUCE_INTERFACE on its host chooses the network), or a firewall refuses "
+        f"connections ({_PORTS})"
+    ),
+    Obstacle.NO_ANSWER: (
+        f"A firewall may drop what is sent to this port ({_PORTS}), the host may be off, or this is its address in a "
+        "network that this host cannot use (TOTALREDUCE_INTERFACE on its host chooses the network)"
+    ),
+    Obstacle.NO_ROUTE: (
+        "It has told an address of a network that this host cannot reach: set TOTALREDUCE_INTERFACE on its host to the "
+        "interface of a network that all hosts share, and check with `ip route get` here. A firewall can answer so, "
+        f"too ({_PORTS})"
+    ),
+}
 _EVENTS = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
 
 
@@ -185,7 +204,7 @@ class PeerConnections:
         self.drop(connection)
         if connection.opened_here:
             if not self._share_route(connection.peer):
-                self._lose(connection.peer, f"no connection within {timeout_s} s")
+                self._lose(connection.peer, self._explain_silence(connection, timeout_s))
         elif not connection.refused:
             self.listener.refused("it did not complete the handshake in time")
 
@@ -281,12 +300,27 @@ class PeerConnections:
             timeout_s = min(timeout_s, _NO_TLS_S)
         refused = isinstance(error, ConnectionRefusedError) and attempts.failures >= _REFUSALS_MAX
         if refused or now - attempts.first_at > timeout_s:
-            host, port = self._addresses[peer][:2]
             refusal = self.listener.last_refusal
             hint = f" (this rank has refused a connection: {refusal})" if refusal else ""
-            self._lose(peer, f"cannot connect to {host}:{port}: {error.strerror or error}{hint}")
+            self._lose(peer, self._explain_failure(peer, error) + hint)
         else:
             self._try_again(peer, now)
+
+    def _explain_failure(self, peer: int, error: OSError) -> str:
+        host, port = self._addresses[peer][:2]
+        return f"cannot connect to rank {peer}: {describe_unreachable(error, host, port, _ADVICE)}"
+
+    def _explain_silence(self, connection: Connection, timeout_s: float) -> str:
+        """Return why a connection that was opened here was not established in time."""
+        peer = connection.peer
+        if connection.connecting:
+            return self._explain_failure(peer, TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)))
+        host, port = self._addresses[peer][:2]
+        return (
+            f"cannot connect to rank {peer}: a process listens at port {port} of {host}, but has not answered within "
+            f"{timeout_s:g} s. Rank {peer} may be stopped (a debugger, SIGSTOP, no memory), or another program has its "
+            "address"
+        )
 
     def _try_again(self, peer: int, now: float) -> None:
         self._attempts[peer].retry_at = now + _RETRY_S
