@@ -34,6 +34,15 @@ def test_a_trace_knows_its_times_and_bytes():
     assert parse_trace(as_document(trace), "again") == trace
 
 
+def test_a_trace_may_know_the_shapes_of_parameters():
+    shapes = [[[100, 10]], [[1000, 1], [10, 10, 10]], [[3000]]]
+    trace = parse_trace({**DOCUMENT, "shapes": shapes}, "here")
+    assert trace.layers[1].shapes == ((1000, 1), (10, 10, 10))
+    assert parse_trace(json.loads(json.dumps(as_document(trace))), "again") == trace
+    assert trace.scaled(time=2.0).layers[0].shapes == ((100, 10),)
+    assert trace.scaled(elements=0.5).layers[0].shapes == ()
+
+
 def test_scaling_times_makes_communication_as_long_as_compute():
     trace = parse_trace(DOCUMENT, "here")
     communication_s = wire_limit_s(trace.num_bytes, 4, 1e6)
@@ -57,6 +66,9 @@ def test_scaling_times_makes_communication_as_long_as_compute():
         ({"layers": [[0.1, 0.2, 0]]}, "at least one element"),
         ({"layers": [[0.1, 0.2, 5], [0.3, 0.4, 5]]}, "before the backward pass is over"),
         ({"layers": [[0.1, float("nan"), 5]]}, "layer 0"),
+        ({"shapes": [[[1000]]]}, "for each of its 3 layers"),
+        ({"shapes": [[[1000]], [[2000]], [[30, 10]]]}, "layer 2: .*do not have 3000 elements"),
+        ({"shapes": [[[1000]], [["x"]], [[3000]]]}, "layer 1"),
     ],
 )
 def test_a_broken_trace_is_refused_with_its_place(change, complaint):
@@ -92,6 +104,7 @@ def test_the_shipped_traces_are_traces():
     for path in known.values():
         trace = load_trace(path)
         assert trace.num_bytes > 1_000_000
+        assert all(layer.shapes for layer in trace.layers)
         assert trace.compute_s > trace.forward_s > 0
 
 

@@ -1,12 +1,13 @@
 """``totalreduce plan``: what it predicts must follow from the engines, the sessions and the hosts."""
 
-import contextlib
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
 from totalreduce.bench import plan_script as recording
+from totalreduce.bench import plan_traffic
 from totalreduce.bench.methods import make_method
 from totalreduce.bench.plan import make_trace
 from totalreduce.bench.plan_machines import IDEAL, Calibration, Machines
@@ -14,7 +15,12 @@ from totalreduce.bench.plan_prediction import Planner, with_epoch
 from totalreduce.bench.plan_script import trace_script
 from totalreduce.bench.plan_traffic import record_method, script_totals
 from totalreduce.bench.traces import Layer, Trace
+from totalreduce.cli.main import main
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.sparse.auto import decide
+from totalreduce.sparse.oktopk import OkTopk
+from totalreduce.sparse.powersgd import PowerSGD
+from totalreduce.sparse.session import BucketShape
 
 MODEL = make_trace(2_000_000, 0.1)
 SMALL = make_trace(200_000, 0.1)
@@ -88,19 +94,72 @@ def test_an_extrapolated_sparse_method_keeps_the_growth_of_its_bytes():
 
 def test_a_sparse_method_sends_what_its_sessions_send():
     predicted = planner().predict("oktopk", 4)
-    script = record_method(make_method("oktopk", 0.01), 4, 2_000_000)
+    script = record_method(make_method("oktopk", 0.01), 4, BucketShape(((2_000_000,),)))
     _, payload = script_totals(script)
     assert predicted.sent_bytes == pytest.approx(payload, rel=0.1)
     assert predicted.sent_bytes < 0.05 * planner().predict("dense", 4).sent_bytes
 
 
-def test_a_recording_with_fewer_elements_has_long_blocks_scaled_and_short_ones_not(monkeypatch):
-    from totalreduce.bench import plan_traffic
+#: A model of 64 times 48 weights, 48 biases, and 3 times 4 times 5 weights, whose matrix is 3 times 20.
+SHAPED = Trace(
+    "shaped",
+    "made",
+    (Layer(0.01, 0.02, 3120, ((64, 48), (48,))), Layer(0.0, 0.03, 60, ((3, 4, 5),))),
+    0.03,
+)
 
-    method = make_method("oktopk", 0.01)
-    whole = script_totals(record_method(method, 4, 400_000))
+
+def test_powersgd_sends_the_factors_of_matrices_and_the_rest_as_it_is():
+    """Left factors and what is not compressed are one allreduce, right factors another; greetings are a few bytes."""
+    for ranks in (2, 5):
+        predicted = planner(SHAPED).predict("powersgd:rank=2", ranks)
+        elements = 2 * 64 + 48 + 2 * 3 + 2 * 48 + 2 * 20
+        allreduced = 2 * 4 * elements * (ranks - 1) / ranks
+        assert allreduced < predicted.sent_bytes < allreduced + 64 * predicted.ranks * 16
+    higher = planner(SHAPED).predict("powersgd:rank=3", 2)
+    fewer = planner(SHAPED).predict("powersgd:rank=1", 2)
+    # No rank but that of the matrix of three rows: its factors would be no smaller than itself.
+    assert higher.sent_bytes - fewer.sent_bytes == pytest.approx(4 * (2 * (64 + 48) + 60 - (3 + 20)), rel=0.05)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_two_ranks_show_what_all_send_where_bytes_follow_from_shapes(ranks):
+    class Uneven(OkTopk):
+        whole = True
+
+    shape = BucketShape(((64, 48), (48,), (30, 20)))
+    for method in (PowerSGD(rank=3), Uneven(density=0.1)):
+        script = plan_traffic.record_method(method, ranks, shape)
+        assert script == plan_traffic._method_script(method, ranks, shape)
+
+
+def test_auto_chooses_by_the_predicted_time_of_a_bucket_and_says_what():
+    """Compression is worth its processor time on a slow network only."""
+    costs = Calibration(select_elements_per_s=2e7)
+    fast = planner(SMALL, Machines(rate="10gbit", latency_us=20), costs)
+    slow = planner(SMALL, Machines(rate="10mbit", latency_us=20), costs)
+    dense, sparse = fast.predict("auto", 4), slow.predict("auto:density=0.02", 4)
+    assert (dense.contestant, dense.chosen) == ("auto", "dense")
+    assert dense == replace(fast.predict("dense", 4), contestant="auto", chosen="dense")
+    assert sparse.chosen in ("oktopk:density=0.02", "topka:density=0.02")
+    same = slow.predict(sparse.chosen, 4)
+    assert sparse == replace(same, contestant="auto:density=0.02", chosen=sparse.chosen)
+    other = {"oktopk:density=0.02", "topka:density=0.02"} - {sparse.chosen}
+    assert same.step_s < slow.predict(*other, 4).step_s
+
+
+def test_autos_rule_is_that_of_training():
+    """The fastest candidate is taken if it needs at most nine tenths of the dense time."""
+    methods = [make_method("oktopk", 0.01), make_method("topka", 0.01)]
+    chosen = [decide(10, methods, 1.0, times).method for times in ([0.95, 0.91], [0.9, 0.95], [0.5, 0.4])]
+    assert chosen == [None, methods[0], methods[1]]
+
+
+def test_a_recording_with_fewer_elements_has_long_blocks_scaled_and_short_ones_not(monkeypatch):
+    method, shape = make_method("oktopk", 0.01), BucketShape(((400_000,),))
+    whole = script_totals(record_method(method, 4, shape))
     monkeypatch.setattr(plan_traffic, "_ELEMENTS_MAX", 100_000)
-    assert script_totals(record_method(method, 4, 400_000)) == pytest.approx(whole, rel=0.1)
+    assert script_totals(record_method(method, 4, shape)) == pytest.approx(whole, rel=0.1)
 
 
 def test_a_strategy_exchanges_once_in_a_period():
@@ -160,8 +219,11 @@ def test_an_epoch_has_a_time_and_a_cost():
         ("dence", "is unknown"),
         ("dense:rong", "dense has one schedule"),
         ("central:ring", "dense has one schedule"),
-        ("async", "cannot be predicted"),
-        ("powersgd", "cannot be predicted"),
+        ("async", r"'async' cannot be predicted: its workers push to servers.* --methods async`"),
+        ("strom", r"'strom' cannot be predicted: .*values of gradients.* --methods strom`"),
+        ("powersgd", r"'powersgd' cannot be predicted for 2 M parameters: .*shapes.*--script FILE.py:FUNCTION"),
+        ("auto:rate=3", "unexpected keyword"),
+        ("powersgd:rank=0", "rank"),
         ("local_sgd:period", "a setting is written as"),
         ("local_sgd:perod=3", "perod"),
         ("local_sgd:period=0", "period"),
@@ -179,8 +241,6 @@ def test_ranks_must_fill_hosts():
 
 
 def test_the_command_prints_a_table_and_writes_its_figures(tmp_path, capsys):
-    from totalreduce.cli.main import main
-
     machines, out = tmp_path / "machines.toml", tmp_path / "plan.json"
     machines.write_text('[machines]\nrate = "10gbit"\ncost_per_host_hour = 2\n')
     options = ["--machines", str(machines), "--rate", "1gbit", "--samples", "10k", "--json", str(out)]
@@ -207,15 +267,12 @@ def test_the_command_prints_a_table_and_writes_its_figures(tmp_path, capsys):
         ["mlp", "--ranks", "1"],
         ["mlp", "--by", ""],
         ["mlp", "--density", "0"],
-        ["mlp", "--script", "none.py:make"],
         ["--script", "none.py:make"],
         ["mlp", "--ideal", "--calibration", "x.json"],
         ["none.json"],
     ],
 )
 def test_a_command_line_that_makes_no_sense_is_refused(words, capsys):
-    from totalreduce.cli.main import main
-
     with pytest.raises(SystemExit) as end:
         main(["plan", *words])
     assert end.value.code == 2
@@ -253,6 +310,7 @@ import torch
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--width", type=int, default=4)
+parser.add_argument("more", nargs="*")
 options = parser.parse_args()
 
 
@@ -264,33 +322,41 @@ def make():
 
 def test_a_script_has_arguments_of_its_own(tmp_path, monkeypatch, capsys):
     """A script may read its arguments at module level."""
-    from totalreduce.cli.main import main
-
     path = tmp_path / "mine.py"
     path.write_text(WITH_ARGUMENTS)
     words = ["plan", "--ranks", "2", "--by", "dense", "--ideal", "--script", f"{path}:make"]
     monkeypatch.setattr("sys.argv", ["totalreduce", *words])
-    before = list(sys.path)
-    assert [layer.elements for layer in trace_script(f"{path}:make").layers] == [12]
-    for given, elements in ([], 12), (["--", "--width", "7"], 21):
-        seen = []
+    before, seen = list(sys.path), []
 
-        def look(*arguments, seen=seen):
-            seen.append(trace_script(*arguments))
-            raise SystemExit  # what a plan makes of the trace has its own tests
+    def look(model, loss, **_):
+        seen.append((sum(parameter.numel() for parameter in model.parameters()), list(sys.argv)))
+        raise SystemExit  # what is recorded of a model, and what a plan makes of that, have tests of their own
 
-        monkeypatch.setattr(recording, "trace_script", look)
-        with contextlib.suppress(SystemExit):
+    monkeypatch.setattr(recording, "record_model", look)
+    for given in ([], ["--", "--width", "7"], ["--", "--width", "2", "mlp"]):
+        with pytest.raises(SystemExit):
             main([*words, *given])
-        assert [layer.elements for layer in seen[0].layers] == [elements]
+    assert seen == [(12, [str(path)]), (21, [str(path), "--width", "7"]), (6, [str(path), "--width", "2", "mlp"])]
     assert sys.argv == ["totalreduce", *words]
     assert sys.path == before
     with pytest.raises(SystemExit):
         main([*words, "--", "--depth", "7"])
     assert "its arguments stand after `--`" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["plan", "mlp", "gpt"])
-    assert "a plan takes one trace; gpt would be" in capsys.readouterr().err
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("rest", [[], ["--", "--width", "7"]])
+def test_a_plan_takes_one_model(capsys, rest):
+    """Words before `--` are the plan's, whether or not some follow it."""
+    for words, sentence in (
+        (["mlp", "--script", "x.py:make"], "a plan needs one model: leave 'mlp' or --script out"),
+        (["mlp", "gpt"], "a plan takes one trace; gpt would be"),
+        (["--script", "x.py:make", "mlp", "gpt"], "a plan needs one model: leave 'mlp'"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main(["plan", *words, *rest])
+        assert end.value.code == 2
+        assert sentence in capsys.readouterr().err
 
 
 @pytest.mark.slow

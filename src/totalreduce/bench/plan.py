@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from totalreduce.bench.arithmetic import parse_count
 from totalreduce.bench.command import benchmark
@@ -30,7 +31,7 @@ from totalreduce.pytorch.sizes import BUCKET_BYTES
 if TYPE_CHECKING:
     from totalreduce.bench.plan_prediction import Prediction
 
-__all__ = ["make_trace", "plan", "plan_command"]
+__all__ = ["PlanCommand", "make_trace", "plan", "plan_command"]
 
 _RANKS_MAX = 4096
 #: Layers of a model of which only the number of parameters is known, and the forward pass's share of its step.
@@ -69,7 +70,8 @@ def plan(
     by: Annotated[
         str,
         typer.Option(
-            help="Separated by commas: dense, dense:ring (or another schedule), central, a sparse method, a strategy; "
+            help="Separated by commas: dense, dense:ring (or another schedule), central, a sparse method, auto, a "
+            "strategy; "
             "with settings, as diloco:period=50:codec=int8."
         ),
     ] = "dense,oktopk,local_sgd",
@@ -139,6 +141,8 @@ def plan(
         messages=messages,
         progress=print_progress,
     )
+    for text in contestants:
+        planner.check(text)
     found = [planner.predict(text, size) for text in contestants for size in sizes]
     if samples is not None:
         found = [with_epoch(each, parse_count(samples), batch, place.cost_per_host_hour) for each in found]
@@ -160,6 +164,20 @@ def plan(
 
 #: The command as a function.
 plan_command = plan.function()
+
+
+class PlanCommand(TyperCommand):
+    """``totalreduce plan``, whose words after ``--`` are the script's, however many stand before."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse what stands before ``--``."""
+        if "--" not in args:
+            return super().parse_args(ctx, args)
+        end = args.index("--")
+        rest = super().parse_args(ctx, args[:end])
+        if not ctx.params["arguments"]:  # otherwise the command refuses them
+            ctx.params["arguments"] = args[end + 1 :]
+        return rest
 
 
 def make_trace(num_parameters: int, step_s: float) -> Trace:
@@ -185,8 +203,11 @@ def _model(
     if script is not None and parameters is None:
         from totalreduce.bench.plan_script import trace_script
 
-        # The first word after `--` is read as the trace, for which a script has no use.
-        return trace_script(script, [*([] if trace is None else [trace]), *arguments])
+        if trace is not None:
+            raise ConfigurationError(
+                f"a plan needs one model: leave {trace!r} or --script out; the script's own arguments stand after `--`"
+            )
+        return trace_script(script, arguments)
     if arguments:
         raise ConfigurationError(f"a plan takes one trace; {' '.join(arguments)} would be arguments of a --script")
     if sum(each is not None for each in (trace, script, parameters)) != 1:
@@ -224,8 +245,8 @@ def _lines(model: Trace, found: Sequence[Prediction]) -> Iterator[Line]:
 
 def _table(model: Trace, place: Machines, costs: Calibration, found: Sequence[Prediction]) -> Table[Prediction]:
     def name(each: Prediction) -> str:
-        chosen = f" ({', '.join(each.schedules)})" if each.schedules and ":" not in each.contestant else ""
-        return each.contestant + chosen
+        schedules = f" ({', '.join(each.schedules)})" if each.schedules and ":" not in each.contestant else ""
+        return f"{each.contestant}: {each.chosen}{schedules}" if each.chosen else each.contestant + schedules
 
     def limits(each: Prediction) -> str:
         return f"{each.limit} ({each.busy[each.limit]:.0%}), next {each.next_limit} ({each.busy[each.next_limit]:.0%})"

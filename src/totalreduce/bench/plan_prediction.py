@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from totalreduce.bench.arithmetic import bus_factor
 from totalreduce.bench.contestants import parse_settings
@@ -19,7 +19,7 @@ from totalreduce.bench.fusion import optimizer_messages
 from totalreduce.bench.plan_machines import Calibration, Machines
 from totalreduce.bench.plan_simulation import Bucket, Dense, Local, Scaling, SimulatedSteps, Sparse, simulate
 from totalreduce.bench.plan_traffic import Begun, Script, record_method, record_strategy, script_totals
-from totalreduce.bench.traces import ELEMENT_BYTES, Trace
+from totalreduce.bench.traces import ELEMENT_BYTES, Layer, Trace
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import Algorithm, OpKind
 from totalreduce.groups.probe import rounded
@@ -30,16 +30,30 @@ from totalreduce.schedules.select import candidates
 from totalreduce.schedules.spec import LinkModel, ScheduleSpec, Workload
 from totalreduce.sparse.actions import Allreduce, Broadcast, Messages
 
+if TYPE_CHECKING:
+    from totalreduce.sparse.auto import Auto
+    from totalreduce.sparse.session import BucketShape
+
 __all__ = ["CENTRAL", "Planner", "Prediction", "check_contestant"]
 
 #: All ranks send their gradients to one rank, which adds them: the way there, without additions and the way back.
 CENTRAL = "central"
 _DENSE = "dense"
-#: Methods whose exchange depends on the shapes of parameters, and strategies whose sessions need servers or whose
-#: traffic depends on the values of gradients.
-_UNPREDICTED = ("powersgd", "strom", "async", "stale_synchronous", "soft_sync", "quorum", "eager")
+#: ``tr.Auto``: the method, or dense exchange, that is chosen by the predicted times of a bucket.
+_AUTO = "auto"
+_NEEDS_SERVERS = "its workers push to servers, which take steps of their own, and a plan has steps of all ranks"
+#: Strategies that cannot be predicted, and why.
+_UNPREDICTED = {
+    "strom": "the bytes that it sends depend on the values of gradients",
+    **dict.fromkeys(("async", "stale_synchronous", "soft_sync", "quorum", "eager"), _NEEDS_SERVERS),
+}
+#: PowerSGD multiplies and adds as long as so many selections take, of which a part is for each rank of the factors.
+#: Measured on a matrix of 2,048 rows and columns: ranks 1, 4 and 8 take 2.7, 5.0 and 7.0 times as long as Ok-Topk.
+_POWERSGD_EFFORT, _POWERSGD_EFFORT_OF_RANK = 2.2, 0.6
 #: Sparse methods and strategies are recorded on so many ranks at most: a session's memory is that of a gradient.
 _SESSIONS_MAX = 32
+#: Methods that send no share of the elements.
+_WITHOUT_DENSITY = {"coded", "powersgd"}
 #: Copies of the parameters on a rank: parameters, gradients, buckets, and two of the optimizer.
 _COPIES = 5
 #: Messages that an allreduce of many bytes is cut into, beside those that its schedule counts.
@@ -56,6 +70,7 @@ class Prediction:
         hosts: The number of hosts.
         simulated_ranks: How many ranks were simulated; fewer than ``ranks``: the rest is extrapolated.
         schedules: The schedules of the dense allreduces, that with the most bytes first; empty otherwise.
+        chosen: The way of keeping in step that ``auto`` chooses; empty for others.
         step_s: Seconds of an average step.
         compute_s: Seconds of it in which the training thread does not wait.
         exposed_s: Seconds of it in which the training thread waits for communication.
@@ -87,6 +102,7 @@ class Prediction:
     next_limit: str
     epoch_s: float | None = None
     epoch_cost: float | None = None
+    chosen: str = ""
 
     @property
     def is_extrapolated(self) -> bool:
@@ -122,7 +138,8 @@ def check_contestant(text: str, density: float) -> None:
 
 
 def _kind_of(contestant: _Contestant, density: float) -> Any:
-    """Return the sparse method or the strategy; ``None`` for dense."""
+    """Return the sparse method, ``Auto`` or the strategy; ``None`` for dense."""
+    from totalreduce.sparse.auto import Auto
     from totalreduce.sparse.methods import METHODS
     from totalreduce.strategies.strategies import STRATEGIES
 
@@ -134,15 +151,19 @@ def _kind_of(contestant: _Contestant, density: float) -> Any:
                 f"dense has one schedule behind it, of {', '.join(schedules)}: {contestant.text!r}"
             )
         return None
-    known = [each for each in (_DENSE, CENTRAL, *METHODS, *STRATEGIES) if each not in _UNPREDICTED]
-    if name not in dict.fromkeys(known):
-        why = " cannot be predicted" if name in _UNPREDICTED else " is unknown"
-        raise ConfigurationError(f"{name!r}{why}; plan knows {', '.join(dict.fromkeys(known))}")
-    table, given = (METHODS, {"density": density}) if name in set(METHODS) else (STRATEGIES, {})
-    if name == "coded":
-        given = {}
+    known = dict.fromkeys((_DENSE, CENTRAL, _AUTO, *METHODS, *STRATEGIES))
+    if name in _UNPREDICTED:
+        raise ConfigurationError(
+            f"{name!r} cannot be predicted: {_UNPREDICTED[name]}. Measure it with `totalreduce bench strategies "
+            f"--methods {name}`"
+        )
+    if name not in known:
+        can = ", ".join(each for each in known if each not in _UNPREDICTED)
+        raise ConfigurationError(f"{name!r} is unknown; plan knows {can}")
+    make = Auto if name == _AUTO else METHODS[name] if name in set(METHODS) else STRATEGIES[name]
+    given = {"density": density} if name in {_AUTO, *METHODS} - _WITHOUT_DENSITY else {}
     try:
-        return table[name](**contestant.settings(given))
+        return make(**contestant.settings(given))
     except TypeError as error:
         raise ConfigurationError(f"{contestant.text!r}: {error}") from error
 
@@ -175,7 +196,10 @@ class Planner:
         self._trace, self._machines, self._calibration = trace, machines, calibration
         self._density, self._bucket_bytes, self._messages = density, bucket_bytes, messages
         self._progress = progress
-        self._scripts: dict[tuple[str, int], list[Script] | list[Begun]] = {}
+        self._scripts: dict[tuple[str, int, BucketShape], Script] = {}
+        self._begun: dict[tuple[str, int], list[Begun]] = {}
+        #: The elements of a sparse method's bucket; ``None``: as ``DistributedOptimizer`` chooses them.
+        self._bucket_elements: int | None = None
 
     def with_trace(self, trace: Trace) -> Planner:
         """Return a planner for the same layers at other times, which shares what is recorded of exchanges."""
@@ -183,22 +207,61 @@ class Planner:
         planner._trace = trace
         return planner
 
+    def check(self, text: str) -> None:
+        """Refuse a contestant that cannot be predicted for this model.
+
+        Raises:
+            ConfigurationError: Its bytes follow from the shapes of parameters, which the model does not say; and as
+                for ``check_contestant``.
+        """
+        kind = _kind_of(_Contestant.of(text), self._density)
+        if getattr(kind, "whole", False) and not all(layer.shapes for layer in self._trace.layers):
+            raise ConfigurationError(
+                f"{text!r} cannot be predicted for {self._trace.model}: its bytes follow from the shapes of "
+                "parameters, which this model does not say. Give `--script FILE.py:FUNCTION` in place of --parameters, "
+                "or record the trace again, as `totalreduce bench trace --model gpt --out gpt.json`"
+            )
+
     def predict(self, text: str, ranks: int) -> Prediction:
         """Predict the steps of one contestant.
 
         Raises:
-            ConfigurationError: The contestant is unknown, or the ranks do not fill whole hosts.
+            ConfigurationError: The contestant is unknown, the model lacks the shapes that it needs, or the ranks do not
+                fill whole hosts.
         """
+        self.check(text)
         if ranks % self._machines.ranks_per_host:
             raise ConfigurationError(f"{ranks} ranks do not fill hosts of {self._machines.ranks_per_host} ranks")
         contestant = _Contestant.of(text)
         kind = _kind_of(contestant, self._density)
+        if contestant.name == _AUTO:
+            chosen = self._choice_of_auto(contestant, kind, ranks)
+            return replace(self.predict(chosen, ranks), contestant=contestant.text, chosen=chosen)
         if kind is None:
             steps, scaling, schedules = self._dense(contestant, ranks)
         else:
             steps, scaling = self._recorded(contestant, kind, ranks)
             schedules = ()
         return self._prediction(contestant.text, ranks, steps, scaling, schedules)
+
+    def _choice_of_auto(self, contestant: _Contestant, auto: Auto, ranks: int) -> str:
+        """Return what ``tr.Auto`` chooses by the times in which one bucket is exchanged while nothing is computed.
+
+        All buckets have about one size, so that one choice is that of all.
+        """
+        from totalreduce.sparse.auto import decide
+
+        size = max(bucket.elements for bucket, _ in self._buckets(whole=False))
+        moment_s = 1e-9
+        trial = self.with_trace(Trace(f"a bucket of {size:,} elements", "auto", (Layer(0.0, moment_s, size),)))
+        trial._bucket_elements = size
+        trial._progress = lambda text: self._progress(f"{text} ({contestant.text} tries it with one bucket)")
+        methods = {method.name: method for method in auto.candidates()}
+        texts = {name: ":".join([name, *contestant.words]) for name in methods}
+        dense_s = trial.predict(_DENSE, ranks).exchange_s
+        sparse_s = [trial.predict(text, ranks).step_s for text in texts.values()]
+        choice = decide(size, list(methods.values()), dense_s, sparse_s)
+        return _DENSE if choice.method is None else texts[choice.method.name]
 
     def _dense(self, contestant: _Contestant, ranks: int) -> tuple[SimulatedSteps, Scaling, tuple[str, ...]]:
         if contestant.name == CENTRAL:
@@ -234,18 +297,23 @@ class Planner:
     def _how(self, contestant: _Contestant, kind: Any, ranks: int) -> Sparse | Local:
         from totalreduce.strategies.strategy import Strategy
 
-        key = (contestant.text, ranks)
         if isinstance(kind, Strategy):
-            period = getattr(kind, "period", 1)
-            if key not in self._scripts:
+            key, period = (contestant.text, ranks), getattr(kind, "period", 1)
+            if key not in self._begun:
                 sizes = [layer.elements for layer in self._trace.layers]
-                self._scripts[key] = record_strategy(kind, ranks, sizes, 2 * period)
-            return Local(period, self._scripts[key])  # type: ignore[arg-type]
-        buckets = _sparse_buckets(self._trace, whole=kind.whole)
-        if key not in self._scripts:
-            by_size = {size: record_method(kind, ranks, size) for size in {each.elements for each in buckets}}
-            self._scripts[key] = [by_size[each.elements] for each in buckets]
-        return Sparse(buckets, self._scripts[key])  # type: ignore[arg-type]
+                self._begun[key] = record_strategy(kind, ranks, sizes, 2 * period)
+            return Local(period, self._begun[key])
+        buckets, effort = self._buckets(whole=kind.whole), _effort(kind)
+        for _, shape in buckets:
+            if (contestant.text, ranks, shape) not in self._scripts:
+                self._scripts[contestant.text, ranks, shape] = record_method(kind, ranks, shape)
+        return Sparse(
+            [replace(bucket, effort=effort) for bucket, _ in buckets],
+            [self._scripts[contestant.text, ranks, shape] for _, shape in buckets],
+        )
+
+    def _buckets(self, *, whole: bool) -> list[tuple[Bucket, BucketShape]]:
+        return _sparse_buckets(self._trace, self._bucket_elements, whole=whole)
 
     def _scripts_of(self, contestant: _Contestant, kind: Any, ranks: int) -> list[Script]:
         """Return what all buckets, or all exchanges of two periods, send."""
@@ -334,23 +402,43 @@ def with_epoch(prediction: Prediction, samples: int, batch: int, cost_per_host_h
     return replace(prediction, epoch_s=epoch_s, epoch_cost=cost)
 
 
-def _sparse_buckets(trace: Trace, *, whole: bool) -> list[Bucket]:
-    """Cut layers as ``DistributedOptimizer`` cuts parameters with a sparse method."""
-    from totalreduce.pytorch.error_feedback import plan_parts
+def _effort(method: Any) -> float:
+    """Return how long a method computes before it sends, in times of a selection."""
+    from totalreduce.sparse.powersgd import PowerSGD
 
+    if isinstance(method, PowerSGD):
+        return _POWERSGD_EFFORT + _POWERSGD_EFFORT_OF_RANK * method.rank
+    return 1.0
+
+
+def _sparse_buckets(trace: Trace, bucket_elements: int | None, *, whole: bool) -> list[tuple[Bucket, BucketShape]]:
+    """Cut layers as ``DistributedOptimizer`` cuts parameters with a sparse method; with ``whole`` their parameters."""
+    from totalreduce.pytorch.error_feedback import plan_parts
+    from totalreduce.sparse.session import BucketShape
+
+    parameters = [
+        (layer, shape)
+        for layer in trace.layers
+        for shape in (map(_matrix, layer.shapes) if whole else [(layer.elements,)])
+    ]
     specs = [
-        ParameterSpec(str(index), (), (layer.elements,), (1,), "float32", layer.elements, ELEMENT_BYTES)
-        for index, layer in enumerate(trace.layers)
+        ParameterSpec(str(index), (), shape, (), "float32", math.prod(shape), ELEMENT_BYTES)
+        for index, (_, shape) in enumerate(parameters)
     ]
-    parts = plan_parts(specs, even_bucket_elements(sum(spec.num_elements for spec in specs)), whole=whole)
-    return [
-        Bucket(
-            max(trace.layers[part.member].ready_s for part in bucket),
-            sum(part.end - part.begin for part in bucket),
-            len(parts) - 1 - index,
-        )
-        for index, bucket in enumerate(parts)
-    ]
+    elements = bucket_elements or even_bucket_elements(sum(spec.num_elements for spec in specs))
+    parts = plan_parts(specs, elements, whole=whole)
+    buckets = []
+    for index, bucket in enumerate(parts):
+        ready_s = max(parameters[part.member][0].ready_s for part in bucket)
+        size = sum(part.end - part.begin for part in bucket)
+        shape = BucketShape(tuple(specs[part.member].shape for part in bucket) if whole else ((size,),))
+        buckets.append((Bucket(ready_s, size, len(parts) - 1 - index), shape))
+    return buckets
+
+
+def _matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the matrix that a method compresses of a parameter with more than one dimension."""
+    return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (math.prod(shape),)
 
 
 def _chosen(how: Dense, num_bytes: int, hosts: tuple[int, ...], links: LinkModel) -> ScheduleSpec:

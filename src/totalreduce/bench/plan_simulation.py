@@ -59,11 +59,13 @@ class Bucket:
         ready_s: When the backward pass has the last of them.
         elements: Their number.
         priority: Smaller is more urgent.
+        effort: How long the method computes before it sends, in times of a selection of so many elements.
     """
 
     ready_s: float
     elements: int
     priority: int
+    effort: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +319,7 @@ class _Training:
                 yield self._compute(rank, bucket.ready_s - now_s)
                 now_s = bucket.ready_s
                 first_s = self._network.now if first_s is None else first_s
-                select_s = bucket.elements / self._calibration.select_elements_per_s
+                select_s = bucket.effort * bucket.elements / self._calibration.select_elements_per_s
                 self._spawn(self._exchange(rank, f"{index}", how.scripts[index], gate, select_s, bucket.priority))
             called_s = self._network.now
             yield gate.opened

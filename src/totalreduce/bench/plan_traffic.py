@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from totalreduce.sparse.actions import Action, Allgather, Allreduce, Alltoall, B
 from totalreduce.testing.lockstep import run_exchanges
 
 if TYPE_CHECKING:
-    from totalreduce.sparse.session import Method
+    from totalreduce.sparse.session import BucketShape, Method
     from totalreduce.strategies.strategy import Strategy
 
 __all__ = ["Begun", "Round", "Script", "record_method", "record_strategy", "script_of", "script_totals"]
@@ -97,10 +98,18 @@ def script_totals(script: Script) -> tuple[float, float]:
     return max(count for count, _ in totals), max(size for _, size in totals)
 
 
-def record_method(method: Method, world_size: int, num_elements: int) -> Script:
+def record_method(method: Method, world_size: int, shape: BucketShape) -> Script:
     """Return what the exchange of a bucket sends in a usual step; not the first one, in which thresholds are found."""
+    from totalreduce.sparse.session import BucketShape
+
+    if method.whole:
+        # The bytes follow from the shapes of matrices, which cannot be taken smaller. Two ranks show them, because all
+        # ranks send sums and greetings of one size.
+        script = _widened(_method_script(method, 2, shape), world_size)
+        return _method_script(method, world_size, shape) if script is None else script
+    num_elements = shape.num_elements
     taken = min(num_elements, _ELEMENTS_MAX, max(1 << 14, _ELEMENTS_OF_ALL_MAX // world_size))
-    return _scaled(lambda count: _method_script(method, world_size, count), num_elements, taken)
+    return _scaled(lambda count: _method_script(method, world_size, BucketShape(((count,),))), num_elements, taken)
 
 
 def record_strategy(strategy: Strategy, world_size: int, sizes: Sequence[int], steps: int) -> list[Begun]:
@@ -159,12 +168,27 @@ def _volume(one: Round) -> int:
     return sum(map(sum, one.sends))
 
 
-def _method_script(method: Method, world_size: int, count: int) -> Script:
+def _widened(script: Script, world_size: int) -> Script | None:
+    """Return what more ranks than two send; ``None`` if the blocks of a round differ: two ranks cannot show it."""
+    wider: Script = []
+    for each in script:
+        sizes = {size for row in each.sends for size in row}
+        if len(sizes) != 1 or each.kind is Messages:
+            return None
+        row = [*sizes] * (world_size if each.kind is Alltoall else 1)
+        wider.append(Round(each.kind, [row] * world_size, each.root))
+    return wider
+
+
+def _method_script(method: Method, world_size: int, shape: BucketShape) -> Script:
     from totalreduce.sparse.accumulator import HostAccumulator
     from totalreduce.sparse.candidates import Workspace
-    from totalreduce.sparse.session import BucketShape
 
-    shape = BucketShape(((count,),))
+    count, edges = shape.num_elements, np.cumsum([0, *shape.sizes]).tolist()
+
+    def segments(values: Any) -> HostAccumulator:
+        return HostAccumulator([values[begin:end] for begin, end in pairwise(edges)])
+
     sessions = [method.session(shape, rank, world_size) for rank in range(world_size)]
     workspace = Workspace()
     generator = np.random.default_rng(_SEED)
@@ -176,9 +200,9 @@ def _method_script(method: Method, world_size: int, count: int) -> Script:
             session.share(workspace)
             turn = int(generator.integers(count))
             gradient = noise[turn : turn + count].copy()
-            session.accumulate(HostAccumulator([gradient]), HostAccumulator([residuals[rank]]), 1.0)
+            session.accumulate(segments(gradient), segments(residuals[rank]), 1.0)
             residuals[rank] = gradient
-        exchanges = [session.exchange(np.ones(1, np.bool_)) for session in sessions]
+        exchanges = [session.exchange(np.ones(len(shape.shapes), np.bool_)) for session in sessions]
         script = script_of(exchanges)
     return script
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -49,9 +50,9 @@ class _Recorder:
         self.needed.clear()
         return times
 
-    def elements(self, index: int) -> int:
-        """Size of a module's own parameters together."""
-        return sum(parameter.numel() for parameter in self.owners[index].parameters(recurse=False))
+    def shapes(self, index: int) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of a module's own parameters."""
+        return tuple(tuple(parameter.shape) for parameter in self.owners[index].parameters(recurse=False))
 
 
 def record_trace(workload: Workload, *, num_steps: int, seed: int = 0) -> Trace:
@@ -103,7 +104,8 @@ def record_model(
         Layer(
             round(median(period[index][0] for period in periods), 6),
             round(median(period[index][1] for period in periods), 6),
-            recorder.elements(index),
+            sum(map(math.prod, recorder.shapes(index))),
+            recorder.shapes(index),
         )
         for index in range(len(recorder.owners))
     ]

@@ -7,7 +7,8 @@ One JSON file per model::
 
 Layers stand in forward order. Times are seconds since the backward pass produced its first gradient;
 ``needed_s`` is when the *next* forward pass reaches the layer, so a replayed period is the last layer's
-``needed_s``. A trace may have ``step_s``, the seconds of a whole step. Pure, no torch.
+``needed_s``. A trace may have ``step_s``, the seconds of a whole step, and ``shapes``, a list of the shapes of its
+parameters for each layer. Pure, no torch.
 """
 
 from __future__ import annotations
@@ -34,11 +35,13 @@ class Layer:
         ready_s: When the backward pass has its gradient, in seconds since the first gradient.
         needed_s: When the next forward pass wants its new weights, on the same clock.
         elements: Size of the gradient.
+        shapes: The shapes of the layer's parameters; empty if they are not known.
     """
 
     ready_s: float
     needed_s: float
     elements: int
+    shapes: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +82,14 @@ class Trace:
         return sum(layer.elements for layer in self.layers) * ELEMENT_BYTES
 
     def scaled(self, *, time: float = 1.0, elements: float = 1.0) -> Trace:
-        """The same model on a faster or slower machine, or with fewer or more weights in every layer."""
+        """The same model on a faster or slower machine, or with fewer or more weights, of no shape, in every layer."""
         layers = tuple(
-            Layer(layer.ready_s * time, layer.needed_s * time, max(1, round(layer.elements * elements)))
+            Layer(
+                layer.ready_s * time,
+                layer.needed_s * time,
+                max(1, round(layer.elements * elements)),
+                layer.shapes if elements == 1.0 else (),
+            )
             for layer in self.layers
         )
         return replace(self, layers=layers, step_s=self.step_s * time)
@@ -99,7 +107,10 @@ def parse_trace(document: Any, where: str) -> Trace:
     rows = document.get("layers")
     if not isinstance(rows, list) or not rows:
         raise ConfigurationError(f"{where} has no layers")
-    layers = tuple(_parse_layer(row, f"{where}, layer {index}") for index, row in enumerate(rows))
+    shapes = document.get("shapes", [[] for _ in rows])
+    if not isinstance(shapes, list) or len(shapes) != len(rows):
+        raise ConfigurationError(f"{where}: shapes has a list of shapes for each of its {len(rows)} layers")
+    layers = tuple(_parse_layer(row, shapes[index], f"{where}, layer {index}") for index, row in enumerate(rows))
     if max(layer.ready_s for layer in layers) > min(layer.needed_s for layer in layers):
         raise ConfigurationError(f"{where}: a layer is needed before the backward pass is over")
     step_s = document.get("step_s", 0.0)
@@ -117,6 +128,7 @@ def as_document(trace: Trace) -> dict[str, Any]:
         "columns": _COLUMNS,
         "unit": "seconds since the first gradient; needed_s is when the next forward pass wants the layer",
         **({"step_s": trace.step_s} if trace.step_s else {}),
+        **({"shapes": [layer.shapes for layer in trace.layers]} if any(layer.shapes for layer in trace.layers) else {}),
         "layers": [[layer.ready_s, layer.needed_s, layer.elements] for layer in trace.layers],
     }
 
@@ -161,12 +173,15 @@ def _find(name: str, known: dict[str, Path]) -> Path:
     raise ConfigurationError(f"no trace {name!r}: give a file, or one of {', '.join(known)}")
 
 
-def _parse_layer(row: Any, where: str) -> Layer:
+def _parse_layer(row: Any, shapes: Any, where: str) -> Layer:
     try:
         ready_s, needed_s, elements = row
-        layer = Layer(float(ready_s), float(needed_s), int(elements))
+        sides = tuple(tuple(int(side) for side in shape) for shape in shapes)
+        layer = Layer(float(ready_s), float(needed_s), int(elements), sides)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"{where}: expected [ready_s, needed_s, elements], not {row!r}") from error
     if not 0 <= layer.ready_s <= layer.needed_s or layer.needed_s == 0 or layer.elements < 1:
         raise ConfigurationError(f"{where}: needs 0 <= ready_s <= needed_s and at least one element, not {row!r}")
+    if sides and sum(math.prod(shape) for shape in sides) != layer.elements:
+        raise ConfigurationError(f"{where}: parameters of the shapes {shapes!r} do not have {layer.elements} elements")
     return layer

@@ -30,11 +30,19 @@ _UsageError: Any = typer.BadParameter.__base__
 
 @dataclass(frozen=True, slots=True)
 class _Built:
-    """A command of this package: the module and attribute of a function or a Typer application, and its settings."""
+    """A command of this package.
+
+    Attributes:
+        module: The module of the command.
+        attribute: In it, the name of a function or of a Typer application.
+        settings: The settings of Typer's context.
+        parser: In it, the name of the class that parses the command's words; ``None``: Typer's own.
+    """
 
     module: str
     attribute: str
     settings: dict[str, Any] = field(default_factory=dict)
+    parser: str | None = None
 
 
 def _check(name: str, item: object) -> Any:
@@ -57,7 +65,7 @@ COMMANDS: Extensions[Any] = Extensions(
         "top": _Built("totalreduce.cli.top", "top"),
         "demo": _Built("totalreduce.cli.demo", "demo"),
         "bench": _Built("totalreduce.bench.app", "bench_app"),
-        "plan": _Built("totalreduce.bench.plan", "plan_command"),
+        "plan": _Built("totalreduce.bench.plan", "plan_command", parser="PlanCommand"),
         "doctor": _Built("totalreduce.cli.doctor", "doctor"),
         "timeline": _Built("totalreduce.cli.timeline", "timeline"),
         "examples": _Built("totalreduce.cli.examples", "examples"),
@@ -78,14 +86,16 @@ def build(names: Sequence[str] | None = None) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     for name in tuple(COMMANDS) if names is None else names:
-        command, settings = COMMANDS[name], {}
+        command, settings, parser = COMMANDS[name], {}, None
         if isinstance(command, _Built):
+            module = importlib.import_module(command.module)
             settings = command.settings
-            command = getattr(importlib.import_module(command.module), command.attribute)
+            parser = None if command.parser is None else getattr(module, command.parser)
+            command = getattr(module, command.attribute)
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)
         else:
-            app.command(name, context_settings=settings)(command)
+            app.command(name, cls=parser, context_settings=settings)(command)
     return app
 
 

@@ -25,7 +25,7 @@ from totalreduce.sparse.rounds import SparseRounds
 from totalreduce.sparse.session import BucketShape, Method, Session
 from totalreduce.sparse.settings import DensitySettings
 
-__all__ = ["Auto", "Choice", "choose"]
+__all__ = ["Auto", "Choice", "choose", "decide"]
 
 _ROUNDS = 5
 _WARMUP = 2
@@ -142,10 +142,22 @@ def _measure(
         for run in runs:
             run.rounds.close()
     dense_s, *sparse = average([median(sample) for sample in samples])
-    best = min(range(len(methods)), key=sparse.__getitem__)
-    worthwhile = sparse[best] <= _WORTHWHILE * dense_s
+    return decide(size, methods, dense_s, sparse)
+
+
+def decide(size: int, methods: Sequence[Method], dense_s: float, sparse_s: Sequence[float]) -> Choice:
+    """Return the decision for buckets of one size.
+
+    Args:
+        size: The number of elements of a bucket.
+        methods: The candidates.
+        dense_s: Seconds of a dense allreduce.
+        sparse_s: Seconds of each candidate.
+    """
+    best = min(range(len(methods)), key=sparse_s.__getitem__)
+    worthwhile = sparse_s[best] <= _WORTHWHILE * dense_s
     names = [method.name for method in methods]
-    return Choice(size, methods[best] if worthwhile else None, dense_s, dict(zip(names, sparse, strict=True)))
+    return Choice(size, methods[best] if worthwhile else None, dense_s, dict(zip(names, sparse_s, strict=True)))
 
 
 class _Trial:
