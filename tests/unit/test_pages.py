@@ -33,6 +33,42 @@ def test_links_lead_to_files_and_headings(page):
             assert anchor in anchors(path), f"{page}: no such heading: {link}"
 
 
+#: What a reader of README's first screen may have, and the page or section to which its row leads.
+WAYS_IN = {
+    "a DDP script on a slow network": "#ddp-on-a-slow-network",
+    "a script for Horovod": "docs/horovod.md",
+    "Lightning, Accelerate or Trainer": "docs/torch.md#lightning",
+    "machines at home, or a VPN": "docs/where.md#home-networks-and-vpns",
+    "spot machines": "docs/where.md#spot-machines",
+    "Slurm": "docs/launching.md#slurm",
+    "Kubernetes": "docs/launching.md#kubernetes",
+    "Docker, or a firewall": "docs/where.md#docker",
+    "a notebook, Colab": "docs/where.md#colab-and-notebooks",
+    "GPUs": "docs/gpu.md",
+    "Windows, macOS": "docs/platforms.md",
+    "Arm (aarch64)": "docs/platforms.md#arm",
+}
+FIRST_SCREEN = 50
+
+
+def test_the_first_screen_has_every_way_in():
+    """Twelve kinds of reader find a link; test_links_lead_to_files_and_headings says that it leads somewhere."""
+    screen = (ROOT / "README.md").read_text().partition("\n## ")[0]
+    assert len(screen.splitlines()) <= FIRST_SCREEN
+    rows = dict(re.findall(r"^\| ([^|]+) \| [^|]*?\]\(([^)]+)\)[^|]*\|$", screen, re.MULTILINE))
+    assert rows == WAYS_IN
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/")])
+def test_links_lead_to_pages_of_the_site(page):
+    """The site has pages for what is in docs and examples, and for the files at the top; make docs stops at other links."""
+    for link in links(page):
+        target = link.partition("#")[0]
+        if target and not re.match(r"[a-z]+:", target):
+            path = posixpath.normpath(posixpath.join(posixpath.dirname(page), target))
+            assert path.partition("/")[0] in ("docs", "examples") or "/" not in path, link
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_blocks_say_their_language(page):
     for block in blocks(page):
