@@ -8,6 +8,8 @@ most of the time, and on a busy machine the thread that sends heartbeats then go
 gave this one up. So the kernels are compiled in a process of their own, for which this one waits without the lock. One
 process of a machine has that done for all. That also keeps Numba's files right: it locks none of them, and two
 processes that add code for two types to one function could each take the same file for it.
+
+Where Numba cannot be used, or fails, all kernels are their twins in NumPy, and a warning says so.
 """
 
 from __future__ import annotations
@@ -16,14 +18,16 @@ import logging
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 
-from totalreduce.kernels import coding, machine_code, merging, quantisation, scattering, selection
+from totalreduce.foundation.os_errors import describe_error
+from totalreduce.kernels import coding, machine_code, merging, quantisation, scattering, selection, updates
+from totalreduce.kernels.compiled import use_twins
 from totalreduce.kernels.machine_code import kernels_folder, open_kernels_folder
-from totalreduce.kernels.numba_names import check_numba
+from totalreduce.kernels.numba_names import WHY_NOT
 
 __all__ = ["codec_calls", "load", "load_codecs", "sparse_calls"]
 
@@ -50,27 +54,38 @@ _ROOM_BYTES: Final = 8 << 20
 
 def load() -> None:
     """Load the kernels of the sparse methods, with the types that the methods use; a second call takes no time."""
-    _compile_once("sparse_calls")
-    for call in sparse_calls():
-        call()
+    _load("sparse_calls", sparse_calls())
 
 
 def load_codecs() -> None:
     """Load the kernels of the codecs; a second call takes no time. ``load`` has those of lists of elements."""
-    _compile_once("codec_calls")
-    for call in codec_calls():
-        call()
+    _load("codec_calls", codec_calls())
+
+
+def _load(name: str, calls: Sequence[Callable[[], Any]]) -> None:
+    """Make the calls of a list of this module, whose kernels are compiled first."""
+    reason = WHY_NOT
+    if hasattr(selection.select, "twin"):  # it is to be compiled: Numba is there, and has not failed before
+        try:
+            _compile_once(name)
+            for call in calls:
+                call()
+        except Exception as error:  # whatever another version of Numba raises
+            reason = describe_error(error).splitlines()[0]
+            use_twins(coding, merging, quantisation, scattering, selection, updates)
+    if reason:
+        machine_code.warn(
+            "sparse methods, codecs and the parameter server compute with NumPy, which is slower, because there is no "
+            "compiled code: %s",
+            reason,
+        )
 
 
 def _compile_once(name: str) -> None:
     """Have a process compile the kernels of a list of calls of this module, unless one of this machine has done so.
 
     If that is not possible, Numba compiles them in this process when they are called.
-
-    Raises:
-        UnsupportedError: Numba cannot be used.
     """
-    check_numba()
     path = kernels_folder()
     if path is None:
         return

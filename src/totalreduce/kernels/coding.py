@@ -17,7 +17,9 @@ import numpy as np
 
 from totalreduce.kernels.arrays import Array
 from totalreduce.kernels.compiled import compiled
+from totalreduce.kernels.formats import PARAMETER_BITS, PARAMETER_MAX, PIECE
 from totalreduce.kernels.numba_names import int64, uint8, uint32, uint64
+from totalreduce.kernels.plain import coding as plain
 from totalreduce.kernels.vectors import load_word, store_word, trailing_zeros
 
 __all__ = [
@@ -32,10 +34,6 @@ __all__ = [
     "widen",
 ]
 
-#: The number of indices that share a number of low bits.
-PIECE = 128
-_PARAMETER_BITS = 5
-_PARAMETER_MAX = 30
 #: A code of this length plus one fits into a word together with the pending bits, which are at most twelve.
 _FAST_BITS = 50
 #: The best number of low bits is the binary logarithm of this share of the mean gap.
@@ -45,7 +43,7 @@ _SHARE = 0.69
 def rice_parameter(count: int, span: int) -> int:
     """Return the number of low bits for ``count`` indices at random positions in ``span``."""
     parameter = 0
-    while parameter < _PARAMETER_MAX and count << (parameter + 1) <= _SHARE * span:
+    while parameter < PARAMETER_MAX and count << (parameter + 1) <= _SHARE * span:
         parameter += 1
     return parameter
 
@@ -53,7 +51,7 @@ def rice_parameter(count: int, span: int) -> int:
 def coded_bytes_max(count: int, span: int) -> int:
     """Return the largest size of the code of ``count`` different indices below ``span``."""
     parameter = rice_parameter(count, span)
-    bits = count * (parameter + 1) + (span >> parameter) + -(-count // PIECE) * _PARAMETER_BITS
+    bits = count * (parameter + 1) + (span >> parameter) + -(-count // PIECE) * PARAMETER_BITS
     return (bits + 7) // 8 if count else 0
 
 
@@ -82,7 +80,7 @@ def _fitting(index: Array, begin: int, end: int, expected: int, parameter: int) 
         return parameter
     bits += (end - begin) * (parameter + 1)
     for towards in (-1, 1):
-        while 0 <= parameter + towards <= _PARAMETER_MAX:
+        while 0 <= parameter + towards <= PARAMETER_MAX:
             other = _num_bits(index, begin, end, expected, parameter + towards)
             if other >= bits:
                 break
@@ -90,7 +88,7 @@ def _fitting(index: Array, begin: int, end: int, expected: int, parameter: int) 
     return parameter
 
 
-@compiled()
+@compiled(plain.encode_gaps)
 def encode_gaps(index: Array, first: int, parameter: int, out: Array) -> int:
     """Write the gaps between ascending indices; the first gap is counted from ``first``.
 
@@ -109,7 +107,7 @@ def encode_gaps(index: Array, first: int, parameter: int, out: Array) -> int:
         end = min(begin + PIECE, index.size)
         parameter = _fitting(index, begin, end, expected, parameter)
         pending |= uint64(parameter) << uint64(num_pending)
-        num_pending += _PARAMETER_BITS
+        num_pending += PARAMETER_BITS
         for i in range(begin, end):
             gap = index[i] - expected
             expected = int64(index[i]) + 1
@@ -159,7 +157,7 @@ def _fill(coded: Array, at: int, window: int, num_bits: int) -> tuple[int, int, 
     return at, window, num_bits
 
 
-@compiled()
+@compiled(plain.decode_gaps)
 def decode_gaps(coded: Array, first: int, end: int, index: Array) -> int:
     """Undo ``encode_gaps``: fill ``index``.
 
@@ -170,11 +168,11 @@ def decode_gaps(coded: Array, first: int, end: int, index: Array) -> int:
     window, num_bits, at = uint64(0), 0, 0
     for begin in range(0, index.size, PIECE):
         at, window, num_bits = _fill(coded, at, window, num_bits)
-        parameter = int64(window & uint64((1 << _PARAMETER_BITS) - 1))
-        if num_bits < _PARAMETER_BITS or parameter > _PARAMETER_MAX:
+        parameter = int64(window & uint64((1 << PARAMETER_BITS) - 1))
+        if num_bits < PARAMETER_BITS or parameter > PARAMETER_MAX:
             return -1
-        window >>= uint64(_PARAMETER_BITS)
-        num_bits -= _PARAMETER_BITS
+        window >>= uint64(PARAMETER_BITS)
+        num_bits -= PARAMETER_BITS
         for i in range(begin, min(begin + PIECE, index.size)):
             if at + 8 <= coded.size:
                 # The window gets 56 bits or more; the bits above them are read again, with the same values.
@@ -218,7 +216,7 @@ def decode_gaps(coded: Array, first: int, end: int, index: Array) -> int:
     return at - num_bits // 8
 
 
-@compiled()
+@compiled(plain.round_values)
 def round_values(values: Array) -> None:
     """Round float32 to bfloat16, in place, to nearest even; finite values stay finite."""
     bits = values.view(np.uint32)
@@ -236,7 +234,7 @@ def narrow(values: Array) -> Array:
     return halves
 
 
-@compiled()
+@compiled(plain.widen)
 def widen(halves: Array, out: Array) -> None:
     """Write the float32 that have these upper halves."""
     bits = out.view(np.uint32)

@@ -49,6 +49,7 @@ __all__ = [
     "only_one",
     "open_kernels_folder",
     "remove_code",
+    "warn",
     "warn_not_kept",
 ]
 
@@ -102,7 +103,7 @@ _CODE_BYTES_MAX: Final = 16 << 20
 #: says so, and how often it looks.
 _STOPPED_S, _WAIT_S, _SAY_S, _LOOK_S = 1.0, 60.0, 3.0, 0.05
 
-#: Whether this process has said that code cannot be kept.
+#: Whether this process, or another rank for it, has warned of compiled code.
 _has_warned = False
 #: The symbol of the function in its object file, or in its library.
 SYMBOL: Final = "totalreduce_function"
@@ -300,15 +301,26 @@ def keep_newest(folder: PrivateFolder, suffix: str, count: int) -> None:
             folder.remove(name)
 
 
-def warn_not_kept(error: Exception) -> None:
-    """Say once that code cannot be kept in files."""
+def warn(text: str, *arguments: object, elsewhere: bool = False) -> None:
+    """Say why compiled code is missing or takes time: a warning for the first time in this process, then information.
+
+    Args:
+        text: As for a logger.
+        arguments: Likewise.
+        elsewhere: Another rank warns.
+    """
     global _has_warned  # noqa: PLW0603  (of the process, as its log)
-    if not _has_warned:
-        _has_warned = True
-        _log.warning(
-            "compiled code cannot be kept in files: %s. Each process compiles it anew, which takes seconds",
-            describe_error(error),
-        )
+    level = logging.INFO if _has_warned or elsewhere else logging.WARNING
+    _has_warned = True
+    _log.log(level, text, *arguments)
+
+
+def warn_not_kept(error: Exception) -> None:
+    """Say that code cannot be kept in files."""
+    warn(
+        "compiled code cannot be kept in files: %s. Each process compiles it anew, which takes seconds",
+        describe_error(error),
+    )
 
 
 def _code_of(name: str, make: Callable[[], bytes]) -> bytes:
@@ -326,8 +338,9 @@ def _code_of(name: str, make: Callable[[], bytes]) -> bytes:
                         keep_newest(folder, ".o", _FILES_MAX)
                         keep_newest(folder, ".lock", _FILES_MAX)
     except OSError as error:
+        code = make() if code is None else code  # if that is not possible, nothing needs to be kept
         warn_not_kept(error)
-    return make() if code is None else code
+    return code
 
 
 def _read(folder: PrivateFolder, name: str) -> bytes | None:

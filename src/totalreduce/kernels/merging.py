@@ -7,6 +7,7 @@ import numpy as np
 from totalreduce.kernels.arrays import Array
 from totalreduce.kernels.compiled import compiled
 from totalreduce.kernels.numba_names import int32, int64, uint64
+from totalreduce.kernels.plain import merging as plain
 from totalreduce.kernels.vectors import trailing_zeros
 
 __all__ = ["add_up", "found_in", "sum_sparse"]
@@ -27,7 +28,7 @@ def _sum_two(index: Array, value: Array, bounds: Array, out_index: Array, out_va
         mine, other = index[i], index[j]
         step_mine, step_other = uint64(mine <= other), uint64(other <= mine)
         out_index[num_out] = min(mine, other)
-        out_value[num_out] = value[i] * factors[step_mine] + value[j] * factors[step_other]
+        out_value[num_out] = (value[i] * factors[step_mine] + value[j] * factors[step_other]) + zero
         i, j, num_out = i + step_mine, j + step_other, num_out + one
     for rest, end in ((i, i_end), (j, j_end)):
         for at in range(rest, end):
@@ -36,7 +37,7 @@ def _sum_two(index: Array, value: Array, bounds: Array, out_index: Array, out_va
     return int(int64(num_out))
 
 
-@compiled()
+@compiled(plain.sum_sparse)
 def sum_sparse(index: Array, value: Array, bounds: Array, out_index: Array, out_value: Array) -> int:
     """Add sparse vectors; the elements of one index are added in the order of the vectors.
 
@@ -87,7 +88,7 @@ def sum_sparse(index: Array, value: Array, bounds: Array, out_index: Array, out_
                 sums[place] = np.float32(0.0)
 
 
-@compiled()
+@compiled(plain.found_in)
 def found_in(index: Array, other: Array) -> Array:
     """Return for each index whether ``other`` has it; both are ascending."""
     found = np.zeros(index.size, np.bool_)

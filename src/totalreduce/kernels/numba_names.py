@@ -1,7 +1,4 @@
-"""What kernels import of Numba. Where Numba cannot be used, the names stand for nothing, and calls of kernels say why.
-
-So a process whose gradients are dense needs no Numba: it imports the kernels, and calls none of them.
-"""
+"""What kernels import of Numba. Where Numba cannot be used, the names stand for nothing, and nothing needs them."""
 
 from __future__ import annotations
 
@@ -11,12 +8,10 @@ from typing import Any, Final, Self, TypeVar
 
 import numpy as np
 
-from totalreduce.foundation.errors import UnsupportedError
 from totalreduce.foundation.os_errors import describe_error
 
 __all__ = [
     "WHY_NOT",
-    "check_numba",
     "float32",
     "int8",
     "int32",
@@ -73,16 +68,3 @@ int64: Any = _found.get("int64", np.int64)
 uint8: Any = _found.get("uint8", np.uint8)
 uint32: Any = _found.get("uint32", np.uint32)
 uint64: Any = _found.get("uint64", np.uint64)
-
-
-def check_numba() -> None:
-    """Check that kernels can be called.
-
-    Raises:
-        UnsupportedError: Numba cannot be used.
-    """
-    if WHY_NOT:
-        raise UnsupportedError(
-            "sparse methods, codecs and the parameter server need Numba, which compiles their kernels, and it cannot "
-            f"be used here: {WHY_NOT}. Dense gradients need none"
-        )

@@ -18,7 +18,9 @@ import numpy as np
 
 from totalreduce.kernels.arrays import Array
 from totalreduce.kernels.compiled import compiled
+from totalreduce.kernels.formats import LIMIT, LIMIT_BITS, MAGNITUDE, ONE_24TH, ROUNDING, TINY, TRITS
 from totalreduce.kernels.numba_names import float32, int8, int32, int64, uint8, uint32, uint64
+from totalreduce.kernels.plain import quantisation as plain
 from totalreduce.kernels.vectors import LANES, load_word, sign_lanes, store_word
 
 __all__ = [
@@ -38,18 +40,6 @@ __all__ = [
     "write_quanta",
 ]
 
-#: The number of ternary digits in a byte: 3 to the fifth is 243.
-TRITS = 5
-_MAGNITUDE = 0x7FFFFFFF
-#: The largest magnitude that can be encoded: sums of a block must stay finite.
-LIMIT = np.float32(1e30)
-_LIMIT_BITS = int(LIMIT.view(np.int32))
-#: Blocks whose largest magnitude is smaller count as zeros: the inverse of their scale might be infinite.
-_TINY = np.float32(1e-30)
-#: To add and subtract 1.5 times 2^23 rounds a float32 below 2^22 to the nearest integer, the even one of two.
-_ROUNDING = np.float32(12582912.0)
-_ONE_24TH = np.float32(1.0 / (1 << 24))
-
 
 @compiled()
 def _random(seed: int, index: int) -> float:
@@ -59,7 +49,7 @@ def _random(seed: int, index: int) -> float:
     x = uint32(x * uint32(0x7FEB352D))
     x = uint32(x ^ uint32(x >> uint32(15)))
     x = uint32(x * uint32(0x846CA68B))
-    number: float = float32(int32(x >> uint32(8))) * _ONE_24TH
+    number: float = float32(int32(x >> uint32(8))) * ONE_24TH
     return number
 
 
@@ -69,15 +59,15 @@ def _largest(values: Array) -> int:
     bits = values.view(np.int32)
     largest: int = int32(0)
     for i in range(bits.size):
-        magnitude = int32(bits[i] & int32(_MAGNITUDE))
+        magnitude = int32(bits[i] & int32(MAGNITUDE))
         largest = max(largest, magnitude)
     return largest
 
 
-@compiled()
+@compiled(plain.within_limit)
 def within_limit(values: Array) -> bool:
     """Whether all values can be encoded."""
-    return bool(_largest(values) <= _LIMIT_BITS)
+    return bool(_largest(values) <= LIMIT_BITS)
 
 
 @compiled()
@@ -87,9 +77,9 @@ def _scale(values: Array, most: float, scale: Array) -> float:
     largest[0] = _largest(values)
     magnitude = largest.view(np.float32)[0]
     scale[0] = float32(0.0)
-    if largest[0] > _LIMIT_BITS:
+    if largest[0] > LIMIT_BITS:
         inverse[0] = -1.0
-    elif magnitude >= _TINY:
+    elif magnitude >= TINY:
         scale[0] = magnitude / most
         inverse[0] = most / magnitude
     return float(inverse[0])
@@ -104,7 +94,7 @@ def _round(values: Array, inverse: float, most: float, seed: int, first: int, st
             out[i] = int8(int32(max(min(scaled, most), -most)))
     else:
         for i in range(values.size):
-            out[i] = int8(int32((values[i] * inverse + _ROUNDING) - _ROUNDING))
+            out[i] = int8(int32((values[i] * inverse + ROUNDING) - ROUNDING))
 
 
 @compiled()
@@ -123,7 +113,7 @@ def _write(source: Array, adds: bool, out: Array) -> None:
             out[i] = source[i]
 
 
-@compiled()
+@compiled(plain.encode_bytes)
 def encode_bytes(
     values: Array, block: int, seed: int, stochastic: bool, keeps: bool, scales: Array, codes: Array
 ) -> bool:
@@ -151,7 +141,7 @@ def encode_bytes(
     return True
 
 
-@compiled()
+@compiled(plain.decode_bytes)
 def decode_bytes(scales: Array, codes: Array, block: int, adds: bool, out: Array) -> None:
     """Undo ``encode_bytes``: overwrite ``out``, float32, or add to it."""
     for number in range(scales.size):
@@ -165,7 +155,7 @@ def decode_bytes(scales: Array, codes: Array, block: int, adds: bool, out: Array
                 part[i] = scale * float32(integers[i])
 
 
-@compiled()
+@compiled(plain.encode_nibbles)
 def encode_nibbles(
     values: Array, block: int, seed: int, stochastic: bool, keeps: bool, scales: Array, codes: Array
 ) -> bool:
@@ -192,7 +182,7 @@ def encode_nibbles(
     return True
 
 
-@compiled()
+@compiled(plain.decode_nibbles)
 def decode_nibbles(scales: Array, codes: Array, block: int, adds: bool, out: Array) -> None:
     """Undo ``encode_nibbles``: overwrite ``out``, float32, or add to it."""
     room = np.zeros(block, np.float32)
@@ -207,7 +197,7 @@ def decode_nibbles(scales: Array, codes: Array, block: int, adds: bool, out: Arr
         _write(room, adds, part)
 
 
-@compiled()
+@compiled(plain.encode_trits)
 def encode_trits(values: Array, block: int, seed: int, keeps: bool, scales: Array, codes: Array) -> bool:
     """Encode each value as -1, 0 or 1 times the largest magnitude of its block, at random.
 
@@ -235,7 +225,7 @@ def encode_trits(values: Array, block: int, seed: int, keeps: bool, scales: Arra
     return True
 
 
-@compiled()
+@compiled(plain.decode_trits)
 def decode_trits(scales: Array, codes: Array, block: int, adds: bool, out: Array) -> bool:
     """Undo ``encode_trits``: overwrite ``out``, float32, or add to it. False: a byte of the code is above 242."""
     room, size, largest = np.zeros(block, np.float32), block // TRITS, uint8(0)
@@ -276,7 +266,7 @@ def _num_negative(values: Array) -> int:
     return int(int64(count))
 
 
-@compiled()
+@compiled(plain.encode_signs)
 def encode_signs(values: Array, block: int, keeps: bool, means: Array, codes: Array) -> bool:
     """Encode each value as its sign bit; it stands for the mean of the values with this sign in the block.
 
@@ -293,7 +283,7 @@ def encode_signs(values: Array, block: int, keeps: bool, means: Array, codes: Ar
     for number in range(means.size // 2):
         begin = number * block
         part = values[begin : begin + block]
-        if _largest(part) > _LIMIT_BITS:
+        if _largest(part) > LIMIT_BITS:
             return False
         whole = part.size // LANES * LANES
         for i in range(0, whole, LANES):
@@ -315,7 +305,7 @@ def encode_signs(values: Array, block: int, keeps: bool, means: Array, codes: Ar
     return True
 
 
-@compiled()
+@compiled(plain.decode_signs)
 def decode_signs(means: Array, codes: Array, block: int, adds: bool, out: Array) -> None:
     """Undo ``encode_signs``: overwrite ``out``, float32, or add to it."""
     room = np.zeros(LANES, np.float32)
@@ -330,7 +320,7 @@ def decode_signs(means: Array, codes: Array, block: int, adds: bool, out: Array)
             _write(room, adds, part[first : first + LANES])
 
 
-@compiled()
+@compiled(plain.round_halves)
 def round_halves(values: Array, keeps: bool, codes: Array) -> None:
     """Encode each value, finite, as the nearest bfloat16: the upper half, uint16, of its bits. See ``coding.widen``."""
     bits = values.view(np.uint32)
@@ -350,7 +340,7 @@ def round_halves(values: Array, keeps: bool, codes: Array) -> None:
                 part[i] -= room[i]
 
 
-@compiled()
+@compiled(plain.take_quanta)
 def take_quanta(values: Array, quantum: float, index: Array, keeps: bool, codes: Array) -> None:
     """Encode the signs of listed values, each of which stands for a quantum (Strom, Interspeech 2015).
 
@@ -368,7 +358,7 @@ def take_quanta(values: Array, quantum: float, index: Array, keeps: bool, codes:
             values[index[i]] -= -quantum if negative else quantum
 
 
-@compiled()
+@compiled(plain.write_quanta)
 def write_quanta(codes: Array, quantum: float, index: Array, out: Array) -> None:
     """Add the quanta of ``take_quanta`` to ``out``, float32."""
     for i in range(index.size):

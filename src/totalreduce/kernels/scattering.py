@@ -11,6 +11,7 @@ import numpy as np
 from totalreduce.kernels.arrays import Array
 from totalreduce.kernels.compiled import compiled
 from totalreduce.kernels.numba_names import int64
+from totalreduce.kernels.plain import scattering as plain
 from totalreduce.kernels.vectors import LANES, fence, stream_lanes
 
 __all__ = ["gather", "keep_rest", "overwrite", "scatter", "scatter_add"]
@@ -20,7 +21,7 @@ _PAGE = 1024
 _LINE_BYTES, _WIDTH = 64, 4
 
 
-@compiled()
+@compiled(plain.scatter)
 def scatter(target: Array, first: int, index: Array, value: Array, factor: float) -> None:
     """``target[index - first] = value * factor``.
 
@@ -35,14 +36,14 @@ def scatter(target: Array, first: int, index: Array, value: Array, factor: float
         target[index[i] - first] = value[i] * factor
 
 
-@compiled()
+@compiled(plain.scatter_add)
 def scatter_add(target: Array, first: int, index: Array, value: Array, factor: float) -> None:
     """``target[index - first] += value * factor``; see ``scatter``. No index may come twice."""
     for i in range(index.size):
         target[index[i] - first] += value[i] * factor
 
 
-@compiled()
+@compiled(plain.overwrite)
 def overwrite(target: Array, first: int, index: Array, value: Array, factor: float) -> None:
     """``target[index - first] = value * factor``, and zeros everywhere else; see ``scatter``.
 
@@ -71,14 +72,14 @@ def overwrite(target: Array, first: int, index: Array, value: Array, factor: flo
     scatter(target, first, index[i:], value[i:], factor)
 
 
-@compiled()
+@compiled(plain.gather)
 def gather(source: Array, first: int, index: Array, out: Array) -> None:
     """``out = source[index - first]``."""
     for i in range(index.size):
         out[i] = source[index[i] - first]
 
 
-@compiled()
+@compiled(plain.keep_rest)
 def keep_rest(target: Array, first: int, index: Array, value: Array, sent: Array, applied: Array) -> None:
     """``target[index - first] = value - sent`` for indices that are also in ``applied``."""
     i = j = 0

@@ -13,7 +13,9 @@ import numpy as np
 
 from totalreduce.kernels.arrays import Array
 from totalreduce.kernels.compiled import compiled
+from totalreduce.kernels.formats import MAGNITUDE
 from totalreduce.kernels.numba_names import int32, int64, uint64
+from totalreduce.kernels.plain import selection as plain
 from totalreduce.kernels.vectors import LANES, accumulate_lanes, select_lanes, trailing_zeros
 
 __all__ = [
@@ -33,7 +35,6 @@ __all__ = [
 
 #: The bits of infinity, which no finite magnitude reaches.
 INFINITY = 0x7F800000
-_MAGNITUDE = 0x7FFFFFFF
 #: The number of elements between two checks of the room that is left.
 BLOCK = 4096
 #: The wanted number of elements that reach the bound of a sample, as a multiple of k.
@@ -46,7 +47,7 @@ _DIGITS = ((20, 0x7FF), (9, 0x7FF), (0, 0x1FF))
 _NEAR_SHIFT, _NEAR_MASK = 11, 0x7FF
 
 
-@compiled()
+@compiled(plain.accumulate)
 def accumulate(
     gradient: Array, residual: Array, scale: float, bound: int, first: int, index: Array, value: Array, count: int
 ) -> int:
@@ -89,7 +90,7 @@ def accumulate(
     return -1 - count if full else count
 
 
-@compiled()
+@compiled(plain.select)
 def select(source: Array, bound: int, first: int, index: Array, value: Array, count: int) -> int:
     """List the elements that reach the bound, like ``accumulate``; the memory is only read."""
     n = source.size
@@ -122,17 +123,17 @@ def _select_scalar(
 ) -> int:
     bits = source.view(np.int32)
     for i in range(begin, end):
-        if bits[i] & _MAGNITUDE >= bound:
+        if bits[i] & MAGNITUDE >= bound:
             index[count], value[count] = first + i, source[i]
             count += 1
     return count
 
 
-@compiled()
+@compiled(plain.histogram)
 def _histogram(values: Array, prefix: int, prefix_shift: int, shift: int, mask: int, counts: Array) -> None:
     bits = values.view(np.int32)
     for i in range(bits.size):
-        magnitude = bits[i] & _MAGNITUDE
+        magnitude = bits[i] & MAGNITUDE
         if magnitude >> prefix_shift == prefix:
             counts[(magnitude >> shift) & mask] += 1
 
@@ -214,7 +215,7 @@ def _digit(counts: Array, k: int) -> tuple[int, int]:
     return counts.size - 1 - place, int(from_top[place - 1]) if place else 0
 
 
-@compiled()
+@compiled(plain.keep_largest)
 def keep_largest(index: Array, value: Array, bound: int, ties: int) -> int:
     """Keep, in place and in order, elements whose magnitude exceeds the bound, and the first ``ties`` that equal it.
 
@@ -224,7 +225,7 @@ def keep_largest(index: Array, value: Array, bound: int, ties: int) -> int:
     bits = value.view(np.int32)
     kept, left = uint64(0), int64(ties)
     for i in range(index.size):  # without a branch, which could not be predicted
-        magnitude = bits[i] & _MAGNITUDE
+        magnitude = bits[i] & MAGNITUDE
         tie = int64(magnitude == bound) & int64(left > 0)
         index[kept], value[kept] = index[i], value[i]
         kept += uint64(int64(magnitude > bound) | tie)
@@ -232,7 +233,7 @@ def keep_largest(index: Array, value: Array, bound: int, ties: int) -> int:
     return int(int64(kept))
 
 
-@compiled()
+@compiled(plain.count_bins)
 def count_bins(value: Array, low: int, shift: int, counts: Array) -> None:
     """Count magnitudes by their bits: bin b begins at ``low + (b << shift)``.
 
@@ -245,6 +246,6 @@ def count_bins(value: Array, low: int, shift: int, counts: Array) -> None:
     bits = value.view(np.int32)
     last = counts.size - 1
     for i in range(bits.size):
-        above = int64(bits[i] & _MAGNITUDE) - low
+        above = int64(bits[i] & MAGNITUDE) - low
         if above >= 0:
             counts[min(above >> shift, last)] += 1

@@ -12,12 +12,13 @@ import math
 from totalreduce.kernels.arrays import Array
 from totalreduce.kernels.compiled import compiled
 from totalreduce.kernels.numba_names import int64
+from totalreduce.kernels.plain import updates as plain
 from totalreduce.kernels.vectors import prefetch
 
 __all__ = ["adagrad", "adam", "add", "first_wrong", "ftrl", "locate", "momentum", "read"]
 
 
-@compiled()
+@compiled(plain.first_wrong)
 def first_wrong(keys: Array, begin: int, end: int) -> int:
     """Return the position of the first key that is not in ``[begin, end)`` or not above its predecessor; else -1."""
     before = begin - 1
@@ -34,7 +35,7 @@ def first_wrong(keys: Array, begin: int, end: int) -> int:
 _AHEAD = 16
 
 
-@compiled()
+@compiled(plain.locate)
 def locate(keys: Array, begins: Array, ends: Array, offsets: Array, rows: Array) -> int:
     """Find the rows of keys in a table that has some ranges of keys.
 
@@ -60,7 +61,7 @@ def locate(keys: Array, begins: Array, ends: Array, offsets: Array, rows: Array)
     return -1
 
 
-@compiled()
+@compiled(plain.read)
 def read(values: Array, rows: Array, width: int, out: Array) -> None:
     """``out = values`` of listed rows."""
     for i in range(rows.size):
@@ -69,7 +70,7 @@ def read(values: Array, rows: Array, width: int, out: Array) -> None:
             out[i * width + j] = values[row + j]
 
 
-@compiled()
+@compiled(plain.add)
 def add(values: Array, rows: Array, width: int, gradients: Array, factor: float) -> None:
     """``values += factor * gradients``; the factor has the type of the values."""
     for i in range(gradients.size // width):
@@ -78,7 +79,7 @@ def add(values: Array, rows: Array, width: int, gradients: Array, factor: float)
             values[row + j] += factor * gradients[i * width + j]
 
 
-@compiled()
+@compiled(plain.momentum)
 def momentum(values: Array, moments: Array, rows: Array, width: int, gradients: Array, lr: float, decay: float) -> None:
     """``moments = decay * moments + gradients; values -= lr * moments``, as ``torch.optim.SGD`` does."""
     for i in range(gradients.size // width):
@@ -89,7 +90,7 @@ def momentum(values: Array, moments: Array, rows: Array, width: int, gradients: 
             values[row + j] -= lr * moment
 
 
-@compiled()
+@compiled(plain.adagrad)
 def adagrad(values: Array, sums: Array, rows: Array, width: int, gradients: Array, lr: float, eps: float) -> None:
     """Duchi, Hazan and Singer, JMLR 2011; eps is outside of the root, as in ``torch.optim.Adagrad``."""
     for i in range(gradients.size // width):
@@ -105,7 +106,7 @@ def adagrad(values: Array, sums: Array, rows: Array, width: int, gradients: Arra
             values[row + j] -= lr * gradient / (math.sqrt(total) + eps)
 
 
-@compiled()
+@compiled(plain.adam)
 def adam(
     values: Array,
     means: Array,
@@ -144,7 +145,7 @@ def adam(
             values[j] -= scale * mean / (math.sqrt(square) * root + eps)
 
 
-@compiled()
+@compiled(plain.ftrl)
 def ftrl(
     values: Array,
     residues: Array,

@@ -23,7 +23,7 @@ from totalreduce.foundation.os_errors import describe_error, is_out_of_descripto
 from totalreduce.foundation.version import VERSION
 from totalreduce.foundation.world import World
 from totalreduce.kernels import exchange, relay
-from totalreduce.kernels.machine_code import NoCodeError
+from totalreduce.kernels.machine_code import NoCodeError, warn
 from totalreduce.launch.address import choose_address, host_identity
 from totalreduce.launch.rendezvous import Meeting, Member, StoreRank, compare_settings, current_world, open_store
 from totalreduce.native.collectives import NativeCollectives
@@ -215,9 +215,15 @@ def _over_sockets(request: JoinRequest) -> Transport:
         sends = tcp_listener is not None and (not shares or None in neighbours)
         # Only now it is known which functions can be used. The first time on a machine they are compiled. After that
         # the ranks meet once more: peers on other hosts wait for an answer for ``connect_timeout_s`` only.
-        tcp_config = _with_relay(request) if sends else request.tcp
-        lacking = meeting.prepared(_why_not(exchange.load) if shares and request.board_bytes else "")
-        board_bytes = 0 if _lack_code(lacking, world.rank) else request.board_bytes
+        tcp_config, lane, moving = request.tcp, "", ""
+        if sends and request.tls is not None:
+            tcp_config = replace(request.tcp, relay=False)
+        elif sends and request.tcp.has_relay:
+            moving = _why_not(relay.load)
+            tcp_config = replace(request.tcp, relay=False) if moving else request.tcp
+        if shares and request.board_bytes:
+            lane = _why_not(exchange.load)
+        board_bytes = 0 if _lack_code(meeting.prepared(f"{lane}\n{moving}"), world.rank) else request.board_bytes
         local = remote = None
         if shm_listener is not None and shares:
             local = shm.ShmTransport(
@@ -238,37 +244,36 @@ def _over_sockets(request: JoinRequest) -> Transport:
     return transport
 
 
-def _with_relay(request: JoinRequest) -> TcpConfig:
-    """Return the settings of TCP, without the function that moves large messages if it is missing or cannot be used."""
-    if not request.tcp.has_relay:
-        return request.tcp
-    is_encrypted = request.tls is not None
-    reason = "" if is_encrypted else _why_not(relay.load)
-    if reason:
-        _log.warning("Python moves large messages between hosts, which takes more processor time: %s", reason)
-    return replace(request.tcp, relay=False) if is_encrypted or reason else request.tcp
-
-
 def _why_not(load: Callable[[], object]) -> str:
     """Load a compiled function; return why that is not possible, or ""."""
     try:
         load()
     except NoCodeError as error:
-        return str(error)
+        return " ".join(str(error).splitlines())
     return ""
 
 
-def _lack_code(reasons: Sequence[str], rank: int) -> bool:
-    """Whether some rank has not the function of the fast lane, so that none uses it. Rank 0 says so."""
-    lacking = {number: reason for number, reason in enumerate(reasons) if reason}
-    if lacking and rank == 0:
+def _lack_code(texts: Sequence[str], rank: int) -> bool:
+    """Whether some rank has not the function of the fast lane, so that none uses it. Rank 0 warns, once for the job.
+
+    Args:
+        texts: By rank: why it has not the function of the fast lane, and behind a line feed why it has not that of the
+            relay; "" if it has it, or needs none.
+        rank: This rank.
+    """
+    reasons = [text.partition("\n")[::2] for text in texts]
+    lacking = {number: lane or moving for number, (lane, moving) in enumerate(reasons) if lane or moving}
+    lane_lacks, relay_lacks = (any(column) for column in zip(*reasons, strict=True))
+    if lacking and (rank == 0 or rank in lacking):
         first = next(iter(lacking))
-        _log.warning(
-            "ranks of one host exchange tensors by messages, which is slower, because rank %d (one of %d) has no "
-            "compiled code: %s",
-            *(first, len(lacking), lacking[first]),
+        effects = ["ranks of one host exchange tensors by messages"] * lane_lacks
+        effects += ["Python moves large messages between hosts"] * relay_lacks
+        warn(
+            "%s, which is slower, because rank %d (one of %d) has no compiled code: %s",
+            *(" and ".join(effects), first, len(lacking), lacking[first]),
+            elsewhere=rank != 0,
         )
-    return bool(lacking)
+    return lane_lacks
 
 
 def _check_descriptors(world: World) -> None:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from totalreduce.kernels import device as plain
+from totalreduce.kernels import merging
 from totalreduce.kernels.arrays import Array
 from totalreduce.kernels.device import DeviceKernels
-from totalreduce.kernels.merging import found_in
 from totalreduce.kernels.selection import Kth, radix_select
 from totalreduce.sparse.accumulator import Accumulator, HostAccumulator
 from totalreduce.sparse.candidates import Candidates
@@ -112,7 +112,7 @@ class DeviceAccumulator(Accumulator):
             tensor[places] += chosen
 
     def keep_rest(self, indices: Array, values: Array, sent: Array, applied: Array) -> None:
-        common = found_in(indices, applied)
+        common = merging.found_in(indices, applied)
         self.put(indices[common], (values - sent)[common])
 
     def take(self, indices: Array) -> Array:
