@@ -6,17 +6,14 @@ import pytest
 
 from totalreduce.kernels import machine_code
 from totalreduce.kernels.compiled import compiled
-from totalreduce.kernels.machine_code import kernels_folder
 
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch, tmp_path):
     """A folder of caches of its own; and no process of the tests has warned yet."""
-    monkeypatch.setattr(machine_code, "_has_warned", False)
+    monkeypatch.setattr(machine_code, "_said", set())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    kernels_folder.cache_clear()
-    yield tmp_path / "cache"
-    kernels_folder.cache_clear()
+    return tmp_path / "cache"
 
 
 def doubled(number):

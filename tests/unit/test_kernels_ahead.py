@@ -7,9 +7,10 @@ import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 
-from totalreduce.kernels import ahead, machine_code
+from totalreduce.kernels import ahead, coding, machine_code, merging, quantisation, scattering, selection, updates
 
 SCRIPT = """
 from totalreduce.codecs.codecs import CODECS
@@ -64,7 +65,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(ahead, "kernels_folder", lambda: tmp_path / "home" / "new.kernels")
     monkeypatch.setattr(ahead, "_PROGRAM", COUNTING)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(machine_code, "_has_warned", False)
+    monkeypatch.setattr(machine_code, "_said", set())
     (tmp_path / "code").write_text("0")
     return tmp_path
 
@@ -138,10 +139,41 @@ def test_a_process_that_takes_too_long_is_ended(folder, monkeypatch, caplog) -> 
 def test_a_full_disk_costs_no_process_that_compiles_in_vain(folder, small_disk, caplog) -> None:
     (folder / "home").symlink_to(small_disk(4096) / "own")
     (folder / "home").readlink().mkdir(mode=0o700)
-    ahead._compile_once("sparse_calls")
+    with pytest.raises(machine_code.NotKeptError, match=r"No space left on device \(ENOSPC\)"):
+        ahead._compile_once("sparse_calls")
     assert not (folder / "calls").exists()
-    assert "compiled code cannot be kept in files: No space left on device (ENOSPC)" in caplog.text
     assert [path.name for path in (folder / "home" / "new.kernels").iterdir()] == []
+
+
+def fails() -> None:
+    raise TypeError("Failed in nopython mode\nand more")
+
+
+@pytest.mark.parametrize("kind", ["Numba fails", "no folder", "a stopped process has the lock"])
+def test_where_no_kernel_can_be_compiled_all_are_those_of_numpy(folder, monkeypatch, caplog, kind: str) -> None:
+    for module in (coding, merging, quantisation, scattering, selection, updates):
+        for name, kernel in list(vars(module).items()):
+            if hasattr(kernel, "twin"):
+                monkeypatch.setattr(module, name, kernel)  # is put back after the test
+    calls = [fails] if kind == "Numba fails" else []
+    expected = "TypeError: Failed in nopython mode"
+    if kind == "no folder":
+        (folder / "home").write_text("no folder")
+        expected = "it cannot be kept in files ("
+    elif kind == "a stopped process has the lock":
+        expected = "process 7, which compiles it, is stopped"
+
+        def only_one(*_: object) -> None:
+            raise machine_code.NoCodeError(expected)
+
+        monkeypatch.setattr(machine_code, "only_one", only_one)
+    for _ in range(2):
+        ahead._load("sparse_calls", calls)
+    assert selection.select.__wrapped__ is selection.plain.select
+    assert not any(hasattr(kernel, "signatures") for kernel in (updates.adam, merging.found_in, coding.encode_gaps))
+    assert merging.add_up(np.array([1, 1], np.int32), np.ones(2, np.float32), np.array([0, 1, 2]))[1].tolist() == [2.0]
+    [warning] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "compute with NumPy, which is slower, because there is no compiled code: " + expected in warning
 
 
 COLD = """

@@ -61,7 +61,7 @@ def test_the_first_screen_has_every_way_in():
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/")])
 def test_links_lead_to_pages_of_the_site(page):
-    """The site has pages for what is in docs and examples, and for the files at the top; make docs stops at other links."""
+    """The site has pages for docs, examples and the files at the top; make docs stops at other links."""
     for link in links(page):
         target = link.partition("#")[0]
         if target and not re.match(r"[a-z]+:", target):

@@ -9,7 +9,8 @@ gave this one up. So the kernels are compiled in a process of their own, for whi
 process of a machine has that done for all. That also keeps Numba's files right: it locks none of them, and two
 processes that add code for two types to one function could each take the same file for it.
 
-Where Numba cannot be used, or fails, all kernels are their twins in NumPy, and a warning says so.
+Where Numba cannot be used, or fails, or no file can be kept, all kernels are their twins in NumPy, and a warning says
+so. To compile them in every process of every job was rejected: each would stop sending heartbeats for it.
 """
 
 from __future__ import annotations
@@ -84,26 +85,23 @@ def _load(name: str, calls: Sequence[Callable[[], Any]]) -> None:
 def _compile_once(name: str) -> None:
     """Have a process compile the kernels of a list of calls of this module, unless one of this machine has done so.
 
-    If that is not possible, Numba compiles them in this process when they are called.
+    If that process fails, Numba compiles them in this one when they are called.
+
+    Raises:
+        NoCodeError: They cannot be kept, or the other process that compiles them does not come to an end.
     """
-    path = kernels_folder()
-    if path is None:
-        return
     mark = f"{name}.compiled"
     try:
-        with open_kernels_folder(path) as folder:
+        with open_kernels_folder(kernels_folder()) as folder:
             if folder.has(mark):
                 return
+            machine_code.check_room(folder, _ROOM_BYTES)
             _log.info("the kernels are being compiled, once on this machine: some ten seconds of one core")
-            folder.write("room", bytes(_ROOM_BYTES))  # else a full disk would cost two compilations
-            folder.remove("room")
             with machine_code.only_one(folder, f"{name}.lock"):
                 if not folder.has(mark) and _compile_apart(name):
                     folder.write(mark, b"")
     except OSError as error:
-        machine_code.warn_not_kept(error)
-    except machine_code.NoCodeError as error:
-        _log.warning("this process compiles the kernels by itself: %s", error)
+        raise machine_code.NotKeptError(error) from error
 
 
 def _compile_apart(name: str) -> bool:

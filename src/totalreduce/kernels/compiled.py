@@ -10,6 +10,7 @@ its twin later (``use_twins``); so modules call the kernels of another one by it
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from types import ModuleType
@@ -50,7 +51,8 @@ def compiled(plain: Callable[..., Any] | None = None, **options: Any) -> Callabl
             return function if plain is None else quiet(plain)
         made = njit(nogil=True, **options)(function)
         made.twin = None if plain is None else quiet(plain)
-        if kernels_folder() is not None:
+        with contextlib.suppress(OSError):
+            kernels_folder()
             from totalreduce.kernels.kept_code import KeptCode  # which imports Numba
 
             made._cache = KeptCode(function)  # as made.enable_caching() does

@@ -28,10 +28,9 @@ class _Locator:
         self._folder, self._source = folder, Path(source)
 
     @classmethod
-    def from_function(cls, _function: Callable[..., Any], source: str) -> _Locator | None:
-        """Return the place of a function; ``None`` if there is none."""
-        folder = kernels_folder()
-        return None if folder is None else cls(folder, source)
+    def from_function(cls, _function: Callable[..., Any], source: str) -> _Locator:
+        """Return the place of a function."""
+        return cls(kernels_folder(), source)
 
     def ensure_cache_path(self) -> None:
         """Make the folder, or check it."""

@@ -37,6 +37,8 @@ __all__ = [
     "CompiledFunction",
     "Loaded",
     "NoCodeError",
+    "NotKeptError",
+    "check_room",
     "code_folder",
     "code_in_files",
     "digest_of_machine",
@@ -97,14 +99,16 @@ _FILES_MAX: Final = 16
 #: Folders of kernels that are kept, and how their names end.
 _FOLDERS_MAX: Final = 8
 _SUFFIX: Final = ".kernels"
+#: A function takes less on the disk.
+_ROOM_BYTES: Final = 1 << 20
 #: No function is so long.
 _CODE_BYTES_MAX: Final = 16 << 20
 #: How long a process waits for another one that compiles, in seconds: for one that is stopped, and in all; how often it
 #: says so, and how often it looks.
 _STOPPED_S, _WAIT_S, _SAY_S, _LOOK_S = 1.0, 60.0, 3.0, 0.05
 
-#: Whether this process, or another rank for it, has warned of compiled code.
-_has_warned = False
+#: What this process, or another rank for it, has said of compiled code that is missing.
+_said: set[str] = set()
 #: The symbol of the function in its object file, or in its library.
 SYMBOL: Final = "totalreduce_function"
 #: The folder of the code that the package carries.
@@ -113,6 +117,16 @@ SHIPPED: Final = Path(__file__).with_name("shipped")
 
 class NoCodeError(UnsupportedError):
     """A function has no machine code in this process, for a reason that the text says. Others do without it."""
+
+
+class NotKeptError(NoCodeError):
+    """Code could not be kept in files, so that each process of each job would compile it: it is not compiled."""
+
+    def __init__(self, error: OSError) -> None:
+        """``error``: why no file can be used."""
+        super().__init__(
+            f"it cannot be kept in files ({describe_error(error)}); XDG_CACHE_HOME can name another folder"
+        )
 
 
 def _binding() -> Any:
@@ -178,7 +192,7 @@ def load(function: CompiledFunction) -> Loaded:
     """Load a function that the package carries, or from its file; compile it first if there is none for this machine.
 
     Raises:
-        NoCodeError: It cannot be compiled here, or the process that compiles it does not come to an end.
+        NoCodeError: It cannot be compiled or kept here, or the process that compiles it does not come to an end.
     """
     try:
         return load_shipped(function)
@@ -243,22 +257,23 @@ def code_folder() -> Path:
     return folder / "compiled"
 
 
-@functools.cache
-def kernels_folder() -> Path | None:
+def kernels_folder() -> Path:
     """Return the folder of the kernels of these sources on this machine, which nobody may have made yet.
 
-    ``None``: there can be none, which is said.
+    Raises:
+        OSError: The user has no home.
     """
+    return code_folder() / f"{_digest_of_kernels()}{_SUFFIX}"
+
+
+@functools.cache
+def _digest_of_kernels() -> str:
     digest = digest_of_machine()
     # Of the sources this has what Numba looks at: time and length.
     for source in sorted(Path(__file__).parent.glob("*.py")):
         stamp = source.stat()
         digest.update(f"{source} {stamp.st_mtime} {stamp.st_size} {sys.version_info[:2]}".encode())
-    try:
-        return code_folder() / f"{digest.hexdigest()}{_SUFFIX}"
-    except OSError as error:
-        warn_not_kept(error)
-        return None
+    return digest.hexdigest()
 
 
 def open_kernels_folder(path: Path) -> PrivateFolder:
@@ -271,6 +286,16 @@ def open_kernels_folder(path: Path) -> PrivateFolder:
         with PrivateFolder(path.parent, makes=True) as folder:
             keep_newest(folder, _SUFFIX, _FOLDERS_MAX - 1)
     return PrivateFolder(path, makes=True)
+
+
+def check_room(folder: PrivateFolder, num_bytes: int) -> None:
+    """Check that code can be kept before it is compiled, which takes seconds.
+
+    Raises:
+        OSError: The folder has no room for so many bytes, or cannot be written to.
+    """
+    folder.write("room", bytes(num_bytes))
+    folder.remove("room")
 
 
 def code_in_files() -> dict[str, int]:
@@ -302,17 +327,19 @@ def keep_newest(folder: PrivateFolder, suffix: str, count: int) -> None:
 
 
 def warn(text: str, *arguments: object, elsewhere: bool = False) -> None:
-    """Say why compiled code is missing or takes time: a warning for the first time in this process, then information.
+    """Say once why compiled code is missing or takes time: a warning if it is the first in this process.
+
+    What follows a warning, of another consequence, is information.
 
     Args:
         text: As for a logger.
         arguments: Likewise.
         elsewhere: Another rank warns.
     """
-    global _has_warned  # noqa: PLW0603  (of the process, as its log)
-    level = logging.INFO if _has_warned or elsewhere else logging.WARNING
-    _has_warned = True
-    _log.log(level, text, *arguments)
+    if text not in _said:
+        level = logging.INFO if _said or elsewhere else logging.WARNING
+        _said.add(text)
+        _log.log(level, text, *arguments)
 
 
 def warn_not_kept(error: Exception) -> None:
@@ -325,11 +352,11 @@ def warn_not_kept(error: Exception) -> None:
 
 def _code_of(name: str, make: Callable[[], bytes]) -> bytes:
     """Return the code in a file, which is made first if there is none."""
-    code = None
     try:
         with PrivateFolder(code_folder(), makes=True) as folder:
             code = _read(folder, name)
             if code is None:
+                check_room(folder, _ROOM_BYTES)
                 with only_one(folder, f"{name}.lock"):
                     code = _read(folder, name)
                     if code is None:
@@ -338,8 +365,7 @@ def _code_of(name: str, make: Callable[[], bytes]) -> bytes:
                         keep_newest(folder, ".o", _FILES_MAX)
                         keep_newest(folder, ".lock", _FILES_MAX)
     except OSError as error:
-        code = make() if code is None else code  # if that is not possible, nothing needs to be kept
-        warn_not_kept(error)
+        raise NotKeptError(error) from error
     return code
 
 
