@@ -24,7 +24,7 @@ def test_a_script_is_timed_on_both_back_ends(tmp_path, warm_python):
     document = json.loads(out.read_text())
     assert [figure["backend"] for figure in document["figures"]] == ["totalreduce", "gloo", ALONE]
     launches = document["raw"][0]["launches"]
-    for backend, figure in zip(("totalreduce", "gloo"), document["figures"], strict=True):
+    for backend, figure in zip(("totalreduce", "gloo"), document["figures"][:2], strict=True):
         (launch,) = launches[backend]
         assert (launch["backend"], launch["world_size"], len(launch["losses"])) == (backend, 2, 5)
         assert figure["seconds"]["median"] == sum(launch["step_s"][3:]) / 2
