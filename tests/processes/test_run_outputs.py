@@ -211,7 +211,8 @@ def test_rank_0_alone_inherits_a_terminal_and_only_that(tmp_path):
     path = tmp_path / "worker.py"
     path.write_text("import sys; print([file.isatty() for file in (sys.stdout, sys.stderr)])")
     theirs, ours = pty.openpty()
-    command = [sys.executable, "-m", "totalreduce", "run", "-n", "2", "--output", "rank0", str(path)]
+    as_without_nohup = ["env", "--default-signal=HUP"]
+    command = [*as_without_nohup, sys.executable, "-m", "totalreduce", "run", "-n", "2", "--output", "rank0", str(path)]
     done = run(command, stdout=ours)
     os.close(ours)
     assert (done.returncode, os.read(theirs, 1000)) == (0, b"[True, False]\r\n")

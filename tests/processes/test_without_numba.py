@@ -1,5 +1,6 @@
 """Jobs on machines on which nothing can be compiled: everything works without, and one warning says so."""
 
+import os
 import platform
 import shutil
 import subprocess
@@ -21,6 +22,8 @@ MACHINES = {
     "full disk": "(No space left on device (ENOSPC)); XDG_CACHE_HOME can name another folder",
     "read-only disk": "(Read-only file system (EROFS)); XDG_CACHE_HOME can name another folder",
 }
+#: Where this user's code was compiled before.
+CACHES = {name: value for name, value in os.environ.items() if name == "XDG_CACHE_HOME"}
 
 
 def run(home: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -42,7 +45,7 @@ def digests(made: subprocess.CompletedProcess[str]) -> dict[str, str]:
 
 
 def test_ranks_with_and_without_numba_compute_the_same() -> None:
-    made = run(Path.home(), str(PROGRAM), "1")
+    made = run(Path.home(), str(PROGRAM), "1", **CACHES)
     digests(made)
     [warning] = [line for line in made.stderr.splitlines() if "no compiled code" in line]
     assert "because rank 1 (one of 1) has no compiled code: NUMBA_DISABLE_JIT is set" in warning
@@ -50,7 +53,7 @@ def test_ranks_with_and_without_numba_compute_the_same() -> None:
 
 @pytest.mark.slow
 def test_results_are_those_of_compiled_code() -> None:
-    compiled, neither = (digests(run(Path.home(), str(PROGRAM), *ranks)) for ranks in ((), ("0", "1")))
+    compiled, neither = (digests(run(Path.home(), str(PROGRAM), *ranks, **CACHES)) for ranks in ((), ("0", "1")))
     assert [door for door in compiled if compiled[door] != neither[door]] == ["Coded(codec=OneBit(block=512))"]
 
 

@@ -172,6 +172,7 @@ def test_where_no_kernel_can_be_compiled_all_are_those_of_numpy(folder, monkeypa
     assert selection.select.__wrapped__ is selection.plain.select
     assert not any(hasattr(kernel, "signatures") for kernel in (updates.adam, merging.found_in, coding.encode_gaps))
     assert merging.add_up(np.array([1, 1], np.int32), np.ones(2, np.float32), np.array([0, 1, 2]))[1].tolist() == [2.0]
+    machine_code.warn("another consequence of rank %d", 3)
     [warning] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "compute with NumPy, which is slower, because there is no compiled code: " + expected in warning
 

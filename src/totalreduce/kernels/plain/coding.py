@@ -110,35 +110,48 @@ def _follow(window: Array, at: int, count: int) -> tuple[Array, Array, Array, in
     #: By place: the number of ones before.
     before = np.zeros(bits.size + 1, np.int64)
     np.cumsum(bits, out=before[1:])
-    #: By number of low bits, and by number of a one that ends zeros: the number of the next such one.
-    steps: dict[int, list[int]] = {}
-    numbers: list[int] = []
-    pieces: list[tuple[int, int, int]] = []  # number of indices, begin of the first code, number of low bits
+    by_parameter: dict[int, list[Array]] = {}
+    pieces: list[tuple[int, int, int, int]] = []
     text = window.tobytes()
     while count:
         parameter = int.from_bytes(text[at >> 3 : (at >> 3) + 2], "little") >> (at & 7) & ((1 << PARAMETER_BITS) - 1)
         begin = at + PARAMETER_BITS
         if begin > bits.size or parameter > PARAMETER_MAX:
             break
-        step = steps.get(parameter)
-        if step is None:
-            nexts = before[np.minimum(all_ones + (1 + parameter), bits.size)]
-            step = steps[parameter] = [*nexts.tolist(), all_ones.size]
-        number, size, followed = int(before[begin]), min(count, PIECE), []
-        for _ in range(size):
-            followed.append(number)
-            number = step[number]
-        if followed[-1] == all_ones.size or all_ones[followed[-1]] + 1 + parameter > bits.size:
+        jumps = by_parameter.get(parameter)
+        if jumps is None:
+            behind = before[np.minimum(all_ones + (1 + parameter), bits.size)]
+            jumps = by_parameter[parameter] = _jumps(np.append(behind, all_ones.size))
+        size, first = min(count, PIECE), int(before[begin])
+        last = first
+        for power, jump in enumerate(jumps):
+            last = int(jump[last]) if (size - 1) >> power & 1 else last
+        if last == all_ones.size or all_ones[last] + 1 + parameter > bits.size:
             break
-        numbers += followed
-        pieces.append((size, begin, parameter))
-        at, count = int(all_ones[followed[-1]]) + 1 + parameter, count - size
-    sizes, begins, parameters = np.array(pieces, np.int64).reshape(-1, 3).T
-    ones, low_bits = all_ones[np.array(numbers, np.int64)], np.repeat(parameters, sizes)
+        pieces.append((size, begin, parameter, first))
+        at, count = int(all_ones[last]) + 1 + parameter, count - size
+    sizes, begins, parameters, firsts = np.array(pieces, np.int64).reshape(-1, 4).T
+    numbers = np.empty((sizes.size, PIECE), np.int64)
+    for parameter, jumps in by_parameter.items():
+        rows = np.flatnonzero(parameters == parameter)
+        found = firsts[rows, None]
+        for jump in jumps:
+            found = np.concatenate([found, jump[found]], axis=1)
+        numbers[rows] = found
+    # Only the last piece may be shorter.
+    ones, low_bits = all_ones[numbers.reshape(-1)[: sizes.sum()]], np.repeat(parameters, sizes)
     codes = np.empty_like(ones)
     codes[1:] = ones[:-1] + 1 + low_bits[:-1]
     codes[np.cumsum(sizes) - sizes] = begins
     return ones, codes, low_bits, at
+
+
+def _jumps(step: Array) -> list[Array]:
+    """Return, from the number of the one to that of the next one that ends zeros, the same for 2, 4, … 64 of them."""
+    jumps = [step]
+    while 1 << len(jumps) < PIECE:
+        jumps.append(jumps[-1][jumps[-1]])
+    return jumps
 
 
 def round_values(values: Array) -> None:
