@@ -14,6 +14,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import hostile
 import pytest
 
 import totalreduce
@@ -124,13 +125,8 @@ def replace_file(folder, kind):
         file.unlink()
         if kind == "a link":
             file.symlink_to(other)
-        elif kind == "a pipe":
-            os.mkfifo(file)
-        elif kind == "a folder":
-            file.mkdir()
-        elif kind == "a huge file":
-            with file.open("wb") as huge:
-                huge.truncate(1 << 40)
+        else:
+            assert hostile.put(file, kind)
     return other
 
 

@@ -7,6 +7,7 @@ import pickle
 from pathlib import Path
 from types import SimpleNamespace
 
+import hostile
 import pytest
 import torch
 
@@ -56,14 +57,9 @@ OTHER = 1234
 
 def plant(path: Path, kind: str) -> None:
     """Put something into the place of a file, which other users can do."""
-    if kind == "a pipe":
-        os.mkfifo(path)
-    elif kind == "a folder":
-        path.mkdir()
-    elif kind == "a huge file":
-        with path.open("wb") as file:
-            file.truncate(1 << 40)
-    elif kind == "half a file":
+    if hostile.put(path, kind):
+        return
+    if kind == "half a file":
         path.write_text('{"latency_s": 1e-')
     elif kind == "a link to a device":
         path.symlink_to("/dev/zero")
