@@ -18,10 +18,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from totalreduce.cli.report import format_bytes
+from totalreduce.cli.report import format_bytes, write_document
 from totalreduce.foundation import environment
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.foundation.named_files import write_named
 from totalreduce.foundation.os_errors import describe_error
 from totalreduce.foundation.types import OpKind
 from totalreduce.launch.emulate import EmulateOptions
@@ -95,11 +94,7 @@ def doctor(
 
         write_links(store, links)
         print(f"stored; use it with TOTALREDUCE_LINKS={store}, on every host")
-    if json_file is not None:
-        try:
-            write_named(json_file, json.dumps(document, indent=1) + "\n")
-        except OSError as error:
-            raise ConfigurationError(f"cannot write --json {json_file}: {error.strerror}") from error
+    write_document(json_file, document)
 
 
 def _compiled_code() -> str:

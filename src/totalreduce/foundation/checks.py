@@ -24,6 +24,7 @@ __all__ = [
     "first_difference",
     "integer",
     "integer_fields",
+    "listed",
     "one_of",
     "operation_name",
     "priority",
@@ -49,6 +50,12 @@ def did_you_mean(word: Any, known: Iterable[str]) -> str:
     names = {name.lower(): name for name in known}
     nearest = difflib.get_close_matches(word.lower(), names, n=1) if isinstance(word, str) else []
     return f" (did you mean {names[nearest[0]]!r}?)" if nearest else ""
+
+
+def listed(words: Iterable[object], conjunction: str) -> str:
+    """Return ``a, b and c``; there is at least one word."""
+    *others, last = map(str, words)
+    return f"{', '.join(others)} {conjunction} {last}" if others else last
 
 
 def first_difference(theirs: Sequence[str], mine: Sequence[str]) -> tuple[str, str] | None:
@@ -117,9 +124,8 @@ def seconds(name: str, value: Any, *, or_zero: bool = False) -> float:
 def one_of(name: str, value: Any, allowed: Collection[str]) -> None:
     """Check that a setting has one of the values in ``allowed``."""
     if not isinstance(value, str) or value not in allowed:
-        *others, last = map(repr, allowed)
-        listed = f"{', '.join(others)} or {last}" if others else last
-        raise ConfigurationError(f"{name} is {listed}, not {value!r}{did_you_mean(value, allowed)}")
+        nearest = did_you_mean(value, allowed)
+        raise ConfigurationError(f"{name} is {listed(map(repr, allowed), 'or')}, not {value!r}{nearest}")
 
 
 def reduction(op: Any) -> ReduceOp:

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from totalreduce.foundation.checks import listed
 from totalreduce.launch.tracebacks import usage_error, without_rank
 from totalreduce.launch.workers import WorkerResult
 
@@ -167,7 +168,7 @@ def describe_failures(first: WorkerResult, results: Sequence[WorkerResult], fold
 def _described(group: Sequence[WorkerResult], folder: str, *, is_first: bool) -> list[str]:
     """Return the lines about ranks that have failed in the same way."""
     one, ranks = group[0], sorted(each.rank for each in group)
-    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    who = f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks, 'and')}"
     where = "" if one.host == "localhost" or len(ranks) > 1 else f" on {one.host}"
     what = f"{who}{where} failed first" if is_first else f"{who}{where} failed, too"
     end = f"{one.describe()} after {one.seconds:.1f} s"

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from totalreduce.foundation.checks import listed
+
 __all__ = ["Frame", "Trace", "usage_error", "without_rank"]
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+)(?:, in (.+))?$')
@@ -126,8 +128,7 @@ class Trace(NamedTuple):
             if is_own:
                 lines += [f"  {frame.describe(folder)}" for frame in frames]
                 continue
-            packages = list(dict.fromkeys(frame.package for frame in frames))
-            names = " and ".join([", ".join(packages[:-1]), packages[-1]] if len(packages) > 1 else packages)
+            names = listed(dict.fromkeys(frame.package for frame in frames), "and")
             lines.append(f"  … {len(frames)} frame{'s' if len(frames) > 1 else ''} of {names}")
         left_out = len(lines) - _FIRST_FRAMES - _LAST_FRAMES
         if left_out > 0:

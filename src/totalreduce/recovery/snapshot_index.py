@@ -60,21 +60,17 @@ def tensors_in(path: Path, files: dict[str, int]) -> dict[str, torch.Tensor]:
         index = _IndexReader(file).load()
     reader = FileSystemReader(path)
     reader.read_metadata = lambda *_, **__: index  # type: ignore[method-assign]  # torch's would load any pickle
-    entries = index.state_dict_metadata
-    lengths = [
-        math.prod(entry.size) * entry.properties.dtype.itemsize
-        for entry in entries.values()
-        if isinstance(entry, TensorStorageMetadata)
-    ]
-    if sum(lengths) > sum(files.values()):
-        raise pickle.UnpicklingError(f"its index has tensors of {sum(lengths):,} bytes, which its files do not have")
+    entries = {
+        key: entry for key, entry in index.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)
+    }
+    length = sum(math.prod(entry.size) * entry.properties.dtype.itemsize for entry in entries.values())
+    if length > sum(files.values()):
+        raise pickle.UnpicklingError(f"its index has tensors of {length:,} bytes, which its files do not have")
     for place in index.storage_data.values():
         if place.relative_path not in files:
             raise pickle.UnpicklingError(f"its index names the file {place.relative_path}, which is not of this part")
     tensors = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
-        for key, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
+        key: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu") for key, entry in entries.items()
     }
     load(tensors, storage_reader=reader, no_dist=True)
     return tensors
