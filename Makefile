@@ -66,12 +66,12 @@ warm-tests: $(STAMP)
 
 # The tests of Triton's kernels, in its interpreter. They are one process, which runs beside lint and warm-tests.
 triton-tests: $(TRITON)/.installed warm-kernels
-	$(INTERPRETED) -m "not slow" tests/unit/test_device_accumulator.py tests/unit/test_exports.py
+	$(INTERPRETED) -m "not slow" tests/unit/kernels/test_device_accumulator.py tests/unit/project/test_exports.py
 
 # What is too long for every commit: a thousand simulated seeds, a thousand training steps, faults under load.
 soak: $(STAMP) $(TRITON)/.installed
 	$(PYTEST) -m slow --timeout 1800 $(ARGS)
-	$(if $(ARGS),,$(INTERPRETED) -m slow tests/unit/test_device_accumulator.py)
+	$(if $(ARGS),,$(INTERPRETED) -m slow tests/unit/kernels/test_device_accumulator.py)
 
 # Tests for aarch64 under qemu, on x86-64 with Debian's apt; an hour, and 3 GB from the network at first.
 arm: $(STAMP)

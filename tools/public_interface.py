@@ -1,7 +1,8 @@
 """The public interface of the package as two files, which the tests compare with the code.
 
-``docs/reference/commands.md`` has every command with its options, and ``tests/unit/public_names.txt`` every public name
-with its signature. ``make interface`` writes both after an intended change; the difference belongs into the commit.
+``docs/reference/commands.md`` has every command with its options, and ``tests/unit/project/public_names.txt`` has every
+public name with its signature. ``make interface`` writes both after an intended change; the difference belongs into the
+commit.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from totalreduce.cli.main import build
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = ROOT / "docs" / "reference" / "commands.md"
-NAMES = ROOT / "tests" / "unit" / "public_names.txt"
+NAMES = ROOT / "tests" / "unit" / "project" / "public_names.txt"
 MODULES = (
     "totalreduce",
     "totalreduce.server",

@@ -27,8 +27,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 #: What is run without arguments: what depends on the processor and on the system, and ranks as threads.
 TESTS = (
-    *(f"tests/unit/test_{name}.py" for name in ("exchange", "relay", "memory_order", "stages", "tcp", "liveness")),
-    *(f"tests/unit/test_shm_{name}.py" for name in ("arena", "life", "messages", "reads", "waiting")),
+    "tests/unit/fastlane",
+    "tests/unit/kernels/test_memory_order.py",
+    "tests/unit/relay",
+    *(f"tests/unit/transports/test_{name}.py" for name in ("liveness", "tcp")),
+    *(f"tests/unit/transports/test_shm_{name}.py" for name in ("arena", "life", "messages", "reads", "waiting")),
     *(f"tests/threads/test_{name}.py" for name in ("fast_lane", "relayed", "shm")),
 )
 _QEMU_SUITE, _ROOT_SUITE, _PYTHON = "trixie", "bookworm", "3.11"

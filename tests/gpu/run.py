@@ -26,8 +26,8 @@ BUDGET_S = 470.0
 #: The exit code of pytest for options that no plug-in knows.
 _USAGE = 4
 TEST_FILES = (
-    "tests/unit/test_device_accumulator.py",
-    "tests/unit/test_streams.py",
+    "tests/unit/kernels/test_device_accumulator.py",
+    "tests/unit/native/test_streams.py",
     "tests/processes/test_c10d_cuda.py",
 )
 

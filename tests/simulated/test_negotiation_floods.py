@@ -7,7 +7,7 @@ import json
 import tracemalloc
 
 import pytest
-from parley import Parley, ask, names
+from negotiators_by_hand import Negotiation, ask, names
 
 from totalreduce.coordination import limits
 from totalreduce.coordination.messages import Kind, encode
@@ -25,9 +25,9 @@ def smaller_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "_PENDING_BYTES_MAX", NUM_BYTES)
 
 
-def unbounded(parley: Parley, rank: int) -> None:
+def unbounded(negotiation: Negotiation, rank: int) -> None:
     """Make a rank hostile: it asks whatever its own allowance says, and keeps nothing of it."""
-    parley.ranks[rank].submissions.allowances.take = lambda *_: True
+    negotiation.ranks[rank].submissions.allowances.take = lambda *_: True
 
 
 FLOODS = {
@@ -48,17 +48,17 @@ FLOODS = {
     ],
 )
 def test_a_flood_of_names_is_bounded_and_refused(flood: str) -> None:
-    parley = Parley(2)
-    unbounded(parley, 1)
+    negotiation = Negotiation(2)
+    unbounded(negotiation, 1)
     tracemalloc.start()
     with pytest.raises(ProtocolError, match="rank 1 asks for more operations than may wait for the other ranks"):  # noqa: PT012
         for turn in range(100):
-            parley.submit(1, *(FLOODS[flood](200 * turn + index) for index in range(200)))
-            parley.run()
+            negotiation.submit(1, *(FLOODS[flood](200 * turn + index) for index in range(200)))
+            negotiation.run()
             for kept in (
-                parley.ranks[1].submissions.waiting,
-                parley.asked[1],
-                parley.sent,
+                negotiation.ranks[1].submissions.waiting,
+                negotiation.asked[1],
+                negotiation.sent,
             ):  # of the hostile rank, and the test's
                 kept.clear()
     gc.collect()  # the refusal's traceback holds the last message
@@ -66,44 +66,44 @@ def test_a_flood_of_names_is_bounded_and_refused(flood: str) -> None:
     tracemalloc.stop()
     assert turn <= ENTRIES // 200
     assert taken < NUM_BYTES + 2**20
-    assert len(parley.ranks[0].cycles.table) <= ENTRIES
+    assert len(negotiation.ranks[0].cycles.table) <= ENTRIES
 
 
 def test_a_rank_is_refused_by_the_first_that_hears_it() -> None:
     """Requests of rank 3 travel by way of rank 2, which is no culprit: rank 2 refuses rank 3."""
-    parley = Parley(4)
-    unbounded(parley, 3)
+    negotiation = Negotiation(4)
+    unbounded(negotiation, 3)
     with pytest.raises(ProtocolError, match=r"^rank 3 asks for more operations") as caught:  # noqa: PT012
         for turn in range(100):
-            parley.submit(3, *(ask(f"{turn} {index}") for index in range(1000)))
-            parley.run()
+            negotiation.submit(3, *(ask(f"{turn} {index}") for index in range(1000)))
+            negotiation.run()
     assert any(entry.frame.code.name == "_read_requests" for entry in caught.traceback)
     assert (
-        parley.ranks[0].submissions.allowances._spent[3][0]
-        == parley.ranks[2].submissions.allowances._spent[3][0]
+        negotiation.ranks[0].submissions.allowances._spent[3][0]
+        == negotiation.ranks[2].submissions.allowances._spent[3][0]
         <= ENTRIES
     )
 
 
 def test_a_rank_that_passes_on_too_much_is_refused_itself() -> None:
-    parley = Parley(4)
-    unbounded(parley, 2)
-    unbounded(parley, 3)
+    negotiation = Negotiation(4)
+    unbounded(negotiation, 2)
+    unbounded(negotiation, 3)
     with pytest.raises(ProtocolError, match=r"^rank 3 \(passed on by rank 2\) asks for more operations"):  # noqa: PT012
         for turn in range(100):
-            parley.submit(3, *(ask(f"{turn} {index}") for index in range(1000)))
-            parley.run()
+            negotiation.submit(3, *(ask(f"{turn} {index}") for index in range(1000)))
+            negotiation.run()
 
 
 def test_more_requests_in_one_cycle_than_a_rank_sends() -> None:
-    parley = Parley(2)
-    parley.submit(1, ask("a"))
-    parley.run()
-    parley.submit(0, ask("b"))
-    number = parley.ranks[0].cycles.inbox.number
+    negotiation = Negotiation(2)
+    negotiation.submit(1, ask("a"))
+    negotiation.run()
+    negotiation.submit(0, ask("b"))
+    number = negotiation.ranks[0].cycles.inbox.number
     message = encode(Kind.REQUESTS, number, value=[[1, [ask(f"{i}").to_wire() for i in range(1025)], False]])
     with pytest.raises(ProtocolError, match="rank 1 sends requests as no correct peer does"):
-        parley.ranks[0].receive(1, message, 0.0)
+        negotiation.ranks[0].receive(1, message, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -121,63 +121,65 @@ def test_more_requests_in_one_cycle_than_a_rank_sends() -> None:
     ids=lambda change: next(iter(change)),
 )
 def test_every_part_of_a_request_is_bounded(change: dict[str, object]) -> None:
-    parley = Parley(2)
-    parley.submit(1, ask(**({"name": "a"} | change)))
+    negotiation = Negotiation(2)
+    negotiation.submit(1, ask(**({"name": "a"} | change)))
     with pytest.raises(ProtocolError, match="rank 1 sends requests as no correct peer does"):
-        parley.run()
+        negotiation.run()
 
 
 def test_a_correct_rank_is_told_before_it_asks_for_too_much() -> None:
-    parley = Parley(2)
-    parley.submit(1, *(ask(f"{index}") for index in range(ENTRIES)))
-    parley.run()
+    negotiation = Negotiation(2)
+    negotiation.submit(1, *(ask(f"{index}") for index in range(ENTRIES)))
+    negotiation.run()
     with pytest.raises(ConfigurationError, match=rf"rank 1 has {ENTRIES} operations on which .* at most {ENTRIES} op"):
-        parley.ranks[1].submit([ask("one more")], 0.0)
-    assert "one more" not in parley.ranks[1].submissions.waiting
-    parley.submit(0, *(ask(f"{index}") for index in range(ENTRIES)))
-    assert len(names(parley.take())) == ENTRIES
-    parley.submit_all(ask("one more"))
-    assert names(parley.take()) == ["one more"]
+        negotiation.ranks[1].submit([ask("one more")], 0.0)
+    assert "one more" not in negotiation.ranks[1].submissions.waiting
+    negotiation.submit(0, *(ask(f"{index}") for index in range(ENTRIES)))
+    assert len(names(negotiation.take())) == ENTRIES
+    negotiation.submit_all(ask("one more"))
+    assert names(negotiation.take()) == ["one more"]
 
 
 def test_answers_give_the_allowance_back() -> None:
     """New names in every step, and errors among them; on the ranks between as well."""
-    parley = Parley(5)
+    negotiation = Negotiation(5)
     for turn in range(6):
         for rank in range(5):
-            parley.submit(rank, *(ask(f"{turn} {index}", 1 + (index == rank)) for index in range(800)))
-        parley.take()
-    assert all(set(rank.submissions.allowances._spent.values()) <= {(0, 0)} for rank in parley.ranks)
-    assert not any(rank.submissions.allowances._costs for rank in parley.ranks)
+            negotiation.submit(rank, *(ask(f"{turn} {index}", 1 + (index == rank)) for index in range(800)))
+        negotiation.take()
+    assert all(set(rank.submissions.allowances._spent.values()) <= {(0, 0)} for rank in negotiation.ranks)
+    assert not any(rank.submissions.allowances._costs for rank in negotiation.ranks)
 
 
 def test_an_agreement_that_has_ended_keeps_nothing() -> None:
-    parley = Parley(2)
-    parley.submit(1, *(ask(f"{index}") for index in range(1000)))
-    parley.run()
-    parley.ranks[0].fail(ProtocolError("over"))
-    assert not len(parley.ranks[0].cycles.table)
-    assert not parley.ranks[0].submissions.allowances._spent
+    negotiation = Negotiation(2)
+    negotiation.submit(1, *(ask(f"{index}") for index in range(1000)))
+    negotiation.run()
+    negotiation.ranks[0].fail(ProtocolError("over"))
+    assert not len(negotiation.ranks[0].cycles.table)
+    assert not negotiation.ranks[0].submissions.allowances._spent
 
 
 def test_only_answers_to_what_was_asked_are_kept() -> None:
-    parley = Parley(3, stall_warning_s=1.0)
-    parley.submit(0, ask("late"))
-    parley.run()
-    parley.tick(1.0)
-    parley.ranks[0].receive(1, encode(Kind.ANSWER, 0, value=["late", *map(str, range(10_000))]), 1.0)
-    assert parley.ranks[0]._stalls._inquiry.submitted == {"late": {1}}
+    negotiation = Negotiation(3, stall_warning_s=1.0)
+    negotiation.submit(0, ask("late"))
+    negotiation.run()
+    negotiation.tick(1.0)
+    negotiation.ranks[0].receive(1, encode(Kind.ANSWER, 0, value=["late", *map(str, range(10_000))]), 1.0)
+    assert negotiation.ranks[0]._stalls._inquiry.submitted == {"late": {1}}
 
 
 @pytest.mark.parametrize(("world_size", "per_cycle"), [(4, 25), (64, 1)])
 def test_large_groups_ask_for_less_at_once(world_size: int, per_cycle: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The requests of all ranks travel in one message to rank 0, whose size is bounded."""
     monkeypatch.setattr(limits, "_CYCLE_BYTES_MAX", 4 * 25 * ask("w00").memory_bytes)
-    parley = Parley(world_size)
+    negotiation = Negotiation(world_size)
     names_asked = [f"w{index:02}" for index in range(30)]
     for rank in range(world_size):
-        parley.submit(rank, *map(ask, names_asked))
-    parley.run()
-    assert all([response.name for response, _ in parley.answers[rank]] == names_asked for rank in range(world_size))
-    messages = [each.message for each in parley.sent if each.kind is Kind.REQUESTS and each.source == 1]
+        negotiation.submit(rank, *map(ask, names_asked))
+    negotiation.run()
+    assert all(
+        [response.name for response, _ in negotiation.answers[rank]] == names_asked for rank in range(world_size)
+    )
+    messages = [each.message for each in negotiation.sent if each.kind is Kind.REQUESTS and each.source == 1]
     assert next(len(json.loads(message[10:])[0][1]) for message in messages) == per_cycle

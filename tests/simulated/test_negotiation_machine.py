@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from parley import Parley, ask, group
+from negotiators_by_hand import Negotiation, ask, group
 
 from totalreduce.coordination.negotiator import Negotiator
 from totalreduce.coordination.requests import Request, Response
@@ -37,12 +37,12 @@ class Negotiations(RuleBasedStateMachine):
         warm=st.booleans(),
     )
     def make(self, size: int, capacity: int, cycle_s: float, warning_s: float, warm: bool) -> None:
-        self.parley = Parley(size, cache_capacity=capacity, cycle_s=cycle_s, stall_warning_s=warning_s)
+        self.negotiation = Negotiation(size, cache_capacity=capacity, cycle_s=cycle_s, stall_warning_s=warning_s)
         self.size = size
-        self.pairs = list(self.parley.wires)
+        self.pairs = list(self.negotiation.wires)
         self.epochs = [0] * size  #: How often each rank has joined.
         if warm:
-            self.parley.submit_all(*[request for unit in UNITS.values() for request in unit[0]])
+            self.negotiation.submit_all(*[request for unit in UNITS.values() for request in unit[0]])
 
     # ------------------------------------------------------------------------------------------------------- rules
 
@@ -50,9 +50,9 @@ class Negotiations(RuleBasedStateMachine):
     def submit(self, rank: int, unit: str, odd: int) -> None:
         rank %= self.size
         requests = UNITS[unit][odd == 5]
-        negotiator = self.parley.ranks[rank]
+        negotiator = self.negotiation.ranks[rank]
         if not self.joins(rank) and not any(request.name in negotiator.submissions.waiting for request in requests):
-            self.parley.submit(rank, *requests)
+            self.negotiation.submit(rank, *requests)
 
     @rule(ranks=st.integers(0, 255), unit=st.sampled_from(sorted(UNITS)), odd=st.booleans())
     def submit_on_many(self, ranks: int, unit: str, odd: bool) -> None:
@@ -72,59 +72,59 @@ class Negotiations(RuleBasedStateMachine):
     @rule(rank=st.integers(0, 7))
     def join(self, rank: int) -> None:
         rank %= self.size
-        if not self.joins(rank) and not len(self.parley.ranks[rank].submissions.waiting):
+        if not self.joins(rank) and not len(self.negotiation.ranks[rank].submissions.waiting):
             self.epochs[rank] += 1
-            self.parley.join(rank)
+            self.negotiation.join(rank)
 
     @precondition(lambda self: self.size > 1)
     @rule(index=st.integers(0, 55), most=st.integers(1, 4))
     def deliver(self, index: int, most: int) -> None:
         for _ in range(most):
-            self.parley.move(*self.pairs[index % len(self.pairs)])
+            self.negotiation.move(*self.pairs[index % len(self.pairs)])
 
     @precondition(lambda self: self.size > 1)
     @rule(order=st.randoms(use_true_random=False), steps=st.integers(1, 60))
     def deliver_many(self, order: object, steps: int) -> None:
         """A stretch of progress, or the interesting states are hardly ever reached."""
         for _ in range(steps):
-            full = [pair for pair in self.pairs if self.parley.wires[pair]]
+            full = [pair for pair in self.pairs if self.negotiation.wires[pair]]
             if not full:
                 return
-            self.parley.move(*order.choice(full))  # type: ignore[attr-defined]
+            self.negotiation.move(*order.choice(full))  # type: ignore[attr-defined]
 
     @rule(rank=st.integers(0, 7), later_s=st.sampled_from([0.0, 0.001, 0.02, 0.2]))
     def tick(self, rank: int, later_s: float) -> None:
-        self.parley.now += later_s
-        self.parley.ranks[rank % self.size].tick(self.parley.now)
-        self.parley.collect(rank % self.size)
+        self.negotiation.now += later_s
+        self.negotiation.ranks[rank % self.size].tick(self.negotiation.now)
+        self.negotiation.collect(rank % self.size)
 
     @rule(rank=st.integers(0, 7))
     def hurry(self, rank: int) -> None:
-        self.parley.hurry(rank % self.size)
+        self.negotiation.hurry(rank % self.size)
 
     @rule()
     def settle(self) -> None:
-        self.parley.settle()
+        self.negotiation.settle()
         self.compare()
         assert all(
-            negotiator.cycles.inbox.number == self.parley.ranks[0].cycles.inbox.number
-            for negotiator in self.parley.ranks
+            negotiator.cycles.inbox.number == self.negotiation.ranks[0].cycles.inbox.number
+            for negotiator in self.negotiation.ranks
         )
-        for name in {name for negotiator in self.parley.ranks for name in negotiator.submissions.waiting}:
-            active = [negotiator for negotiator in self.parley.ranks if not self.joins(negotiator.rank)]
+        for name in {name for negotiator in self.negotiation.ranks for name in negotiator.submissions.waiting}:
+            active = [negotiator for negotiator in self.negotiation.ranks if not self.joins(negotiator.rank)]
             assert not all(self.whole(negotiator, name) for negotiator in active), f"all ranks wait for {name}"
 
     # -------------------------------------------------------------------------------------------------- invariants
 
     @invariant()
     def holds(self) -> None:
-        if hasattr(self, "parley"):
-            self.parley.check()
-            assert all(negotiator.ended is None for negotiator in self.parley.ranks)
+        if hasattr(self, "negotiation"):
+            self.negotiation.check()
+            assert all(negotiator.ended is None for negotiator in self.negotiation.ranks)
 
     def teardown(self) -> None:
         """Everybody submits what is missing, and joins, twice; then nothing may be left."""
-        if not hasattr(self, "parley"):
+        if not hasattr(self, "negotiation"):
             return
         for _ in range(2):
             self.settle()
@@ -132,25 +132,26 @@ class Negotiations(RuleBasedStateMachine):
                 for unit in UNITS:
                     self.submit(rank, unit, 0)
             self.settle()
-            assert not any(len(negotiator.submissions.waiting) for negotiator in self.parley.ranks)
+            assert not any(len(negotiator.submissions.waiting) for negotiator in self.negotiation.ranks)
             for rank in range(self.size):
                 self.join(rank)
             self.settle()
-            assert len({negotiator.membership.last_joined for negotiator in self.parley.ranks}) == 1
-            assert self.parley.ranks[0].membership.last_joined in range(self.size)
+            assert len({negotiator.membership.last_joined for negotiator in self.negotiation.ranks}) == 1
+            assert self.negotiation.ranks[0].membership.last_joined in range(self.size)
             assert not any(
-                negotiator.membership.joined or negotiator.membership.is_joining for negotiator in self.parley.ranks
+                negotiator.membership.joined or negotiator.membership.is_joining
+                for negotiator in self.negotiation.ranks
             )
             assert len(set(self.epochs)) == 1
         assert all(
             not negotiator.cycles.inbox._messages and not len(negotiator.cycles.table)
-            for negotiator in self.parley.ranks
+            for negotiator in self.negotiation.ranks
         )
 
     # ----------------------------------------------------------------------------------------------------- compared
 
     def joins(self, rank: int) -> bool:
-        return self.parley.ranks[rank].membership.is_joining
+        return self.negotiation.ranks[rank].membership.is_joining
 
     @staticmethod
     def whole(negotiator: Negotiator, name: str) -> bool:
@@ -166,7 +167,7 @@ class Negotiations(RuleBasedStateMachine):
 
     def compare(self) -> None:
         """Everything was delivered: all ranks have decided the same, in the same order, and rightly."""
-        answers = self.parley.answers
+        answers = self.negotiation.answers
         assert len({len(mine) for mine in answers}) == 1
         failed: dict[tuple[str, int], list[bool]] = {}
         for place, (response, _) in enumerate(answers[0]):

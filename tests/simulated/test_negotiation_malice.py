@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from parley import Parley, Sent, ask, group, names, phase_of
+from negotiators_by_hand import Negotiation, Sent, ask, group, names, phase_of
 
 from totalreduce.coordination.messages import Kind, encode, split
 from totalreduce.coordination.negotiator import Negotiator
@@ -57,62 +57,62 @@ def test_scales_that_nearly_agree_are_told_apart() -> None:
 
 def recorded(world_size: int) -> list[Sent]:
     """One message of every kind, and some more, as they are really sent."""
-    parley = Parley(world_size, stall_warning_s=1.0, stall_abort_s=50.0)
-    parley.submit_all(ask("a"), ask("b"), *group("g", (1,), (2,)))
-    parley.take()
+    negotiation = Negotiation(world_size, stall_warning_s=1.0, stall_abort_s=50.0)
+    negotiation.submit_all(ask("a"), ask("b"), *group("g", (1,), (2,)))
+    negotiation.take()
     for rank in range(world_size):
-        parley.submit(rank, ask("a", 5 + rank), ask("c", rank, kind=OpKind.ALLGATHER))
-    parley.take()
-    parley.submit(0, ask("late"))
-    parley.settle()
-    parley.tick(2.0)
-    parley.run()
+        negotiation.submit(rank, ask("a", 5 + rank), ask("c", rank, kind=OpKind.ALLGATHER))
+    negotiation.take()
+    negotiation.submit(0, ask("late"))
+    negotiation.settle()
+    negotiation.tick(2.0)
+    negotiation.run()
     if world_size > 2:
-        parley.join(1)
-        parley.settle()
-    parley.tick(60.0)
-    leaving = Parley(world_size)
+        negotiation.join(1)
+        negotiation.settle()
+    negotiation.tick(60.0)
+    leaving = Negotiation(world_size)
     leaving.submit(0, ask("a"))
     leaving.leave(world_size - 1, "enough")
     leaving.run()
-    return parley.sent + leaving.sent
+    return negotiation.sent + leaving.sent
 
 
 PHASES = ("IDLE", "VOTE", "INVALID", "GATHER", "joined")
 
 
-def under_attack(phase: str, world_size: int, target: int) -> Parley:
+def under_attack(phase: str, world_size: int, target: int) -> Negotiation:
     """Ranks that have just come to where the target is in some phase, or idle while rank 0 has joined."""
-    parley = Parley(world_size, stall_warning_s=1.0)
-    parley.submit_all(ask("a"), ask("b"), *group("g", (1,), (2,)))
-    parley.take()
+    negotiation = Negotiation(world_size, stall_warning_s=1.0)
+    negotiation.submit_all(ask("a"), ask("b"), *group("g", (1,), (2,)))
+    negotiation.take()
     if phase == "joined":
-        parley.join(0)
-        parley.settle()
+        negotiation.join(0)
+        negotiation.settle()
     if phase in ("IDLE", "joined"):
-        return parley
+        return negotiation
     for rank in range(world_size):
-        parley.submit(rank, ask("a", 5 + rank), ask("c", rank, kind=OpKind.ALLGATHER))
-    while phase_of(parley.ranks[target]) != phase:
-        for pair in parley.wires:
-            if phase_of(parley.ranks[target]) != phase:
-                parley.move(*pair)
-    return parley
+        negotiation.submit(rank, ask("a", 5 + rank), ask("c", rank, kind=OpKind.ALLGATHER))
+    while phase_of(negotiation.ranks[target]) != phase:
+        for pair in negotiation.wires:
+            if phase_of(negotiation.ranks[target]) != phase:
+                negotiation.move(*pair)
+    return negotiation
 
 
-def bombard(parley: Parley, target: int, peer: int, message: bytes) -> bool:
+def bombard(negotiation: Negotiation, target: int, peer: int, message: bytes) -> bool:
     """Whether it is refused, at once or later; anything else than a ``ProtocolError`` is a failure.
 
     Then everything must come to rest.
     """
-    parley.honest = False
+    negotiation.honest = False
     try:
-        parley.ranks[target].receive(peer, message, parley.now)
-        parley.collect(target)
-        parley.run()
+        negotiation.ranks[target].receive(peer, message, negotiation.now)
+        negotiation.collect(target)
+        negotiation.run()
         for _ in range(20):
-            parley.tick(parley.now + 100.0)
-            parley.run()
+            negotiation.tick(negotiation.now + 100.0)
+            negotiation.run()
     except ProtocolError:
         return True
     return False
@@ -165,10 +165,10 @@ def test_malice(phase: str) -> None:
     for world_size, target in ((2, 0), (2, 1), (3, 0), (3, 1)):
         for message in MALICE:
             for peer in set(range(world_size)) - {target}:
-                parley = under_attack(phase, world_size, target)
-                number = parley.ranks[target].cycles.inbox.number.to_bytes(8, "little")
+                negotiation = under_attack(phase, world_size, target)
+                number = negotiation.ranks[target].cycles.inbox.number.to_bytes(8, "little")
                 current = message if len(message) < 10 or message[9] else message[:2] + number + message[10:]
-                bombard(parley, target, peer, current)
+                bombard(negotiation, target, peer, current)
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)
@@ -199,19 +199,19 @@ def test_real_messages_cut_off_and_altered(world_size: int) -> None:
                 places = [place for place in range(10, len(body)) if chr(body[place]) in '0123456789[]",']
                 if places:
                     body[generator.choice(places)] = ord(generator.choice('0123456789 []",'))
-            parley = under_attack(generator.choice(PHASES), world_size, sent.target)
-            number = parley.ranks[sent.target].cycles.inbox.number
+            negotiation = under_attack(generator.choice(PHASES), world_size, sent.target)
+            number = negotiation.ranks[sent.target].cycles.inbox.number
             if len(body) >= 10 and trial % 2:
                 body[2:10] = number.to_bytes(8, "little")
-            refused += bombard(parley, sent.target, sent.source, bytes(body))
+            refused += bombard(negotiation, sent.target, sent.source, bytes(body))
     assert refused > 100
 
 
 def test_a_vote_that_nobody_casts_does_not_begin_cycles_for_ever() -> None:
-    parley = Parley(2)
+    negotiation = Negotiation(2)
     with pytest.raises(ProtocolError):
-        parley.ranks[0].receive(1, encode(Kind.VOTE, 0, 7, bits=1), 0.0)
-    alone = Parley(1).ranks[0]
+        negotiation.ranks[0].receive(1, encode(Kind.VOTE, 0, 7, bits=1), 0.0)
+    alone = Negotiation(1).ranks[0]
     with pytest.raises(ProtocolError):
         alone.receive(0, encode(Kind.VOTE, 0, 0, bits=1), 0.0)
 
@@ -219,62 +219,62 @@ def test_a_vote_that_nobody_casts_does_not_begin_cycles_for_ever() -> None:
 @pytest.mark.parametrize("kind", [Kind.INVALID, Kind.RESPONSES, Kind.REQUESTS])
 def test_what_the_cycle_had_no_part_for(kind: Kind) -> None:
     """It must not stay behind and draw the rank into one cycle after the other."""
-    parley = Parley(2)
-    parley.submit_all(ask("a"))
-    parley.take()
+    negotiation = Negotiation(2)
+    negotiation.submit_all(ask("a"))
+    negotiation.take()
     target = 1 if kind is Kind.RESPONSES else 0
-    parley.submit_all(ask("a"))
-    number = parley.ranks[target].cycles.inbox.number
+    negotiation.submit_all(ask("a"))
+    number = negotiation.ranks[target].cycles.inbox.number
     value = [[1, [], False]] if kind is Kind.REQUESTS else []
     message = encode(kind, number, bits=0) if kind is Kind.INVALID else encode(kind, number, value=value)
-    parley.ranks[target].receive(1 - target, message, 0.0)
+    negotiation.ranks[target].receive(1 - target, message, 0.0)
     with pytest.raises(ProtocolError):
-        parley.move(1 - target, target)
+        negotiation.move(1 - target, target)
 
 
 @pytest.mark.parametrize("bits", [0b10, 0b100, 0b11])
 def test_out_of_date_is_only_what_is_remembered(bits: int) -> None:
-    parley = Parley(2)
-    parley.submit_all(ask("a"), ask("b"))
-    parley.take()
+    negotiation = Negotiation(2)
+    negotiation.submit_all(ask("a"), ask("b"))
+    negotiation.take()
     for rank in range(2):
-        parley.submit(rank, ask("b", 5 + rank))  # an error: its bit becomes free
-    parley.take()
-    assert parley.snapshot() == [("a", 0)]
-    parley.submit_all(ask("a", 9))
-    while phase_of(parley.ranks[0]) != "INVALID":
-        parley.move(1, 0)
+        negotiation.submit(rank, ask("b", 5 + rank))  # an error: its bit becomes free
+    negotiation.take()
+    assert negotiation.snapshot() == [("a", 0)]
+    negotiation.submit_all(ask("a", 9))
+    while phase_of(negotiation.ranks[0]) != "INVALID":
+        negotiation.move(1, 0)
     with pytest.raises(ProtocolError):
-        parley.ranks[0].receive(1, encode(Kind.INVALID, parley.ranks[0].cycles.inbox.number, bits=bits), 0.0)
+        negotiation.ranks[0].receive(1, encode(Kind.INVALID, negotiation.ranks[0].cycles.inbox.number, bits=bits), 0.0)
 
 
 def test_another_ranks_part() -> None:
-    parley = Parley(4)
-    parley.submit(0, ask("a"))
-    parley.run()
-    parley.submit(0, ask("b"))
+    negotiation = Negotiation(4)
+    negotiation.submit(0, ask("a"))
+    negotiation.run()
+    negotiation.submit(0, ask("b"))
     for peer, message in (
         (1, encode(Kind.VOTE, 1, 1, bits=7)),  # four ranks have one round
         (3, encode(Kind.REQUESTS, 1, value=[])),  # rank 3 speaks to rank 2
         (1, encode(Kind.RESPONSES, 1, value=[[], []])),
     ):
         with pytest.raises(ProtocolError):
-            parley.ranks[0].receive(peer, message, 0.0)
-    parley.ranks[0].receive(2, encode(Kind.VOTE, 1, 0, bits=7), 0.0)
+            negotiation.ranks[0].receive(peer, message, 0.0)
+    negotiation.ranks[0].receive(2, encode(Kind.VOTE, 1, 0, bits=7), 0.0)
     with pytest.raises(ProtocolError, match="twice"):
-        parley.ranks[0].receive(2, encode(Kind.VOTE, 1, 0, bits=7), 0.0)
+        negotiation.ranks[0].receive(2, encode(Kind.VOTE, 1, 0, bits=7), 0.0)
 
 
 def test_a_vote_from_a_rank_that_has_no_part_in_the_round() -> None:
-    parley = Parley(6)
-    parley.submit(0, ask("a"))
-    parley.run()
-    parley.submit(0, ask("b"))
+    negotiation = Negotiation(6)
+    negotiation.submit(0, ask("a"))
+    negotiation.run()
+    negotiation.submit(0, ask("b"))
     for peer, round_ in ((1, 0), (2, 0), (3, 1)):  # the votes of 5, 4 and 3 come in round 0, that of 2 in round 1
         with pytest.raises(ProtocolError, match="which is another rank's part"):
-            parley.ranks[0].receive(peer, encode(Kind.VOTE, 1, round_, bits=7), 0.0)
+            negotiation.ranks[0].receive(peer, encode(Kind.VOTE, 1, round_, bits=7), 0.0)
     for peer, round_ in ((5, 0), (4, 0), (3, 0), (2, 1)):
-        parley.ranks[0].receive(peer, encode(Kind.VOTE, 1, round_, bits=7), 0.0)
+        negotiation.ranks[0].receive(peer, encode(Kind.VOTE, 1, round_, bits=7), 0.0)
 
 
 def answered(negotiator: Negotiator, *responses: Response, joined: tuple[int, ...] = ()) -> Callable[[], None]:
@@ -284,12 +284,12 @@ def answered(negotiator: Negotiator, *responses: Response, joined: tuple[int, ..
 
 def test_answers_that_fit_no_question() -> None:
     def gathering() -> Negotiator:
-        parley = Parley(2)
-        parley.submit_all(ask("known"))
-        parley.take()
-        parley.submit_all(ask("asked"))
-        parley.move(0, 1)
-        return parley.ranks[1]
+        negotiation = Negotiation(2)
+        negotiation.submit_all(ask("known"))
+        negotiation.take()
+        negotiation.submit_all(ask("asked"))
+        negotiation.move(0, 1)
+        return negotiation.ranks[1]
 
     for responses in (
         [Response(ask("asked")), Response(ask("asked"))],
@@ -305,19 +305,19 @@ def test_answers_that_fit_no_question() -> None:
 
 def test_garbage_is_not_passed_on() -> None:
     """Or who sits further down the tree would take the messenger for the culprit."""
-    parley = Parley(8)
-    parley.submit_all(ask("a"))
+    negotiation = Negotiation(8)
+    negotiation.submit_all(ask("a"))
     for _ in range(3):
-        for pair in parley.wires:
-            parley.move(*pair)
-            if parley.ranks[4].cycles._cycle is not None and parley.ranks[4].cycles._cycle.has_sent_requests:
+        for pair in negotiation.wires:
+            negotiation.move(*pair)
+            if negotiation.ranks[4].cycles._cycle is not None and negotiation.ranks[4].cycles._cycle.has_sent_requests:
                 break
-    four = parley.ranks[4]
+    four = negotiation.ranks[4]
     while not four.cycles._cycle.has_sent_requests:  # type: ignore[union-attr]
-        for pair in parley.wires:
-            wire = parley.wires[pair]
+        for pair in negotiation.wires:
+            wire = negotiation.wires[pair]
             if wire and (pair[0] != 0 or split(wire[0])[0] is not Kind.RESPONSES):
-                parley.move(*pair)
+                negotiation.move(*pair)
     with pytest.raises(ProtocolError):
         four.receive(0, encode(Kind.RESPONSES, 0, value=[[[None]], []]), 0.0)
     assert not four.outbox
