@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import itertools
 import re
 import tomllib
 from pathlib import Path
@@ -195,7 +194,6 @@ def test_no_tensor_of_the_library_follows_the_default_device_or_dtype_of_the_pro
 # ---------------------------------------------------------------------------------------------- the architecture page
 
 PAGE = (ROOT.parents[1] / "ARCHITECTURE.md").read_text()
-METHODS_MAX, ATTRIBUTES_MAX = 30, 15
 
 
 def test_the_table_of_floors_has_the_order_that_is_enforced() -> None:
@@ -203,6 +201,45 @@ def test_the_table_of_floors_has_the_order_that_is_enforced() -> None:
     [layers] = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
     rows = re.findall(r"^\| `(\w+)/` \|", PAGE, re.MULTILINE)
     assert rows == [layer.removeprefix("totalreduce.") for layer in reversed(layers)]
+
+
+# ------------------------------------------------------------------------------------------------------ large classes
+
+METHODS_MAX, ATTRIBUTES_MAX = 30, 15
+#: Larger classes: their methods, their attributes, and the reason. A number may only become smaller.
+LARGE = {
+    "bench/collectives.py CollectiveFigure": (0, 16, "a table of figures"),
+    "bench/faults.py FaultsParameters": (5, 16, "the options of a command"),
+    "bench/plan_prediction.py Prediction": (1, 18, "a table of figures"),
+    "bench/sparse.py SparseFigure": (0, 18, "a table of figures"),
+    "bench/training.py TrainPlan": (5, 16, "the options of a command"),
+    "c10d/process_group.py ProcessGroupTotalReduce": (40, 12, "torch calls each method"),
+    "engine/counters.py Counters": (0, 19, "a table of figures"),
+    "engine/engine.py Engine": (43, 20, "events and the steps of an operation's life"),
+    "engine/layout.py OperationLayout": (12, 21, "what is computed once for every message"),
+    "engine/operation.py Operation": (13, 25, "the record of an operation"),
+    "fastlane/lane.py Carriage": (7, 19, "the record of an operation"),
+    "foundation/environment.py Settings": (0, 21, "one attribute for each variable"),
+    "groups/group.py Group": (33, 13, "what users call"),
+    "groups/statistics.py Statistics": (1, 21, "a table of figures"),
+    "observe/figures.py RankFigures": (2, 29, "a table of figures"),
+    "observe/view.py JobView": (2, 18, "a table of figures"),
+    "observe/view.py RankRow": (0, 16, "a table of figures"),
+    "pytorch/buffers.py BufferReducer": (12, 18, "three ways in which buffers travel"),
+    "pytorch/deferred.py DeferredUpdates": (17, 16, "weights that are doubtful"),
+    "pytorch/local_steps.py LocalSteps": (32, 19, "a step that can be undone, and join"),
+    "pytorch/optimizer.py DistributedOptimizer": (47, 20, "the methods of torch's optimizers"),
+    "pytorch/reducer.py Reducer": (20, 17, "which ranks have data"),
+    "recovery/job.py Job": (38, 16, "the life of blocks and groups"),
+    "relay/relay.py Relay": (23, 16, "what of its memory is free"),
+    "runner/runner.py Runner": (32, 18, "how threads end"),
+    "server/client.py Client": (38, 18, "it cuts, encodes, filters, sends and sends again"),
+    "server/connection.py Connection": (42, 24, "lists, slices and bounds"),
+    "server/dense.py ServerSteps": (37, 26, "who has the optimizer, and the rule"),
+    "server/messenger.py Messenger": (13, 18, "the functions that it calls"),
+    "transports/connection.py _ReceivingHalf": (15, 16, "what the relay must know"),
+    "transports/simulated.py SimulatedNetwork": (23, 18, "what is simulated"),
+}
 
 
 def attributes_of(definition: ast.ClassDef) -> set[str]:
@@ -223,15 +260,14 @@ def attributes_of(definition: ast.ClassDef) -> set[str]:
     return found
 
 
-def test_a_large_class_has_a_sentence_that_says_why() -> None:
-    unexplained = []
-    for node in itertools.chain.from_iterable(map(nodes, FILES)):
-        if isinstance(node, ast.ClassDef) and not any("Enum" in ast.dump(base) for base in node.bases):
-            methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
-            attributes = attributes_of(node)
-            for items, most, what in ((methods, METHODS_MAX, "methods"), (attributes, ATTRIBUTES_MAX, "attributes")):
-                if len(items) > most:
-                    sentences = [text for text in re.split(r"[.:] ", PAGE) if f"`{node.name}`" in text and what in text]
-                    if not any(re.search(rf"\b{len(items)}\b", text) for text in sentences):
-                        unexplained.append(f"{node.name}: {len(items)} {what}")
-    assert unexplained == []
+def test_large_classes_are_known_and_become_smaller() -> None:
+    found = {}
+    for path in FILES:
+        for node in nodes(path):
+            if isinstance(node, ast.ClassDef) and not any("Enum" in ast.dump(base) for base in node.bases):
+                methods = sum(isinstance(each, ast.FunctionDef) for each in node.body)
+                attributes = len(attributes_of(node))
+                if methods > METHODS_MAX or attributes > ATTRIBUTES_MAX:
+                    found[f"{name(path)} {node.name}"] = (methods, attributes)
+    # A class that has become smaller has smaller numbers here, or leaves the list.
+    assert found == {where: (methods, attributes) for where, (methods, attributes, _) in LARGE.items()}
