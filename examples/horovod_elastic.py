@@ -8,7 +8,7 @@ totalreduce run -n 4 examples/horovod_elastic.py                      # the same
 import argparse
 
 import torch
-from horovod_mnist import Net, draw_digits
+from horovod_mnist import Net, load_digits
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
@@ -17,7 +17,7 @@ import totalreduce.horovod as hvd  # was: import horovod.torch as hvd
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--examples", type=int, default=8000)
+    parser.add_argument("--examples", type=int, default=8000, help="at most")
     parser.add_argument("--batch-size", type=int, default=16, help="per rank")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--lr", type=float, default=0.02, help="per rank")
@@ -28,7 +28,7 @@ def main() -> None:
     hvd.init()
     torch.set_num_threads(1)
     torch.manual_seed(42)
-    dataset = draw_digits(args.examples)
+    dataset = load_digits(None, args.examples)
     sampler = hvd.elastic.ElasticSampler(dataset)
     loader = DataLoader(dataset, batch_size=args.batch_size, sampler=sampler)
     model = Net()

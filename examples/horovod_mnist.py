@@ -1,7 +1,7 @@
 """Train a small network to read digits, through Horovod's interface: only the import differs.
 
 totalreduce run -n 2 examples/horovod_mnist.py --data-dir mnist     # a folder with MNIST's idx files
-torchrun --nproc-per-node 2 examples/horovod_mnist.py               # digits drawn by the program
+torchrun --nproc-per-node 2 examples/horovod_mnist.py               # scikit-learn's digits
 """
 
 import argparse
@@ -9,6 +9,7 @@ import gzip
 from pathlib import Path
 
 import torch
+from real_data import digits
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -32,26 +33,11 @@ def read_idx(folder: Path, kind: str, magic: int) -> Tensor:
     return torch.frombuffer(bytearray(content[4 * len(header) :]), dtype=torch.uint8).view(header[1:])
 
 
-def draw_digits(count: int) -> TensorDataset:
-    """Seven-segment digits somewhere in the picture, with noise; ``float[count, 1, 28, 28]`` and their values."""
-    segments = ("abcdef", "bc", "abged", "abgcd", "fgbc", "afgcd", "afgedc", "abc", "abcdefg", "abcdfg")
-    places = {"a": (slice(0, 2), slice(0, 10)), "b": (slice(0, 9), slice(8, 10)), "c": (slice(8, 17), slice(8, 10))}
-    places |= {"d": (slice(15, 17), slice(0, 10)), "e": (slice(8, 17), slice(0, 2)), "f": (slice(0, 9), slice(0, 2))}
-    places |= {"g": (slice(7, 9), slice(0, 10))}
-    draw = torch.Generator().manual_seed(1)
-    labels = torch.randint(10, (count,), generator=draw)
-    images = 0.3 * torch.randn(count, 1, 28, 28, generator=draw)
-    corners = torch.randint(0, 11, (count, 2), generator=draw).tolist()
-    for image, label, (top, left) in zip(images, labels.tolist(), corners, strict=True):
-        for segment in segments[label]:
-            image[0, top : top + 17, left : left + 10][places[segment]] += 1.0
-    return TensorDataset(images, labels)
-
-
 def load_digits(folder: Path | None, count: int) -> TensorDataset:
-    """So many examples, from idx files or drawn."""
+    """At most ``count`` digits of idx files, or scikit-learn's: ``float[count, 1, 28, 28]``, and their values."""
     if folder is None:
-        return draw_digits(count)
+        pictures, values = digits()
+        return TensorDataset(functional.interpolate(pictures[:count], size=(28, 28)), values[:count])
     images = read_idx(folder, "images", MAGIC_IMAGES)[:count]
     labels = read_idx(folder, "labels", MAGIC_LABELS)[:count]
     return TensorDataset(images[:, None].float() / 255.0 - 0.13, labels.long())
@@ -110,8 +96,8 @@ def test(model: nn.Module, loader: DataLoader, sampler: DistributedSampler) -> N
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", type=Path, help="folder with idx files; without it digits are drawn")
-    parser.add_argument("--examples", type=int, default=8000, help="for training and testing together")
+    parser.add_argument("--data-dir", type=Path, help="folder with idx files, else scikit-learn's digits")
+    parser.add_argument("--examples", type=int, default=8000, help="for training and testing together, at most")
     parser.add_argument("--batch-size", type=int, default=16, help="per rank")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--lr", type=float, default=0.02)
@@ -126,10 +112,10 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(args.seed + hvd.rank())  # every rank its own: the parameters are broadcast below
 
-    digits = load_digits(args.data_dir, args.examples)
-    held_back = max(1, len(digits) // 5)
-    train_data = TensorDataset(*(tensor[held_back:] for tensor in digits.tensors))
-    test_data = TensorDataset(*(tensor[:held_back] for tensor in digits.tensors))
+    data = load_digits(args.data_dir, args.examples)
+    held_back = max(1, len(data) // 5)
+    train_data = TensorDataset(*(tensor[held_back:] for tensor in data.tensors))
+    test_data = TensorDataset(*(tensor[:held_back] for tensor in data.tensors))
     train_sampler = DistributedSampler(train_data, num_replicas=hvd.size(), rank=hvd.rank())
     train_loader = DataLoader(train_data, batch_size=args.batch_size, sampler=train_sampler)
     test_sampler = DistributedSampler(test_data, num_replicas=hvd.size(), rank=hvd.rank())

@@ -32,3 +32,16 @@ def documentation() -> str:
 def characters(text: str) -> Tensor:
     """The characters of a text as numbers below ``VOCABULARY``, ``int64[length]``."""
     return torch.tensor([min(ord(character), VOCABULARY - 1) for character in text])
+
+
+def next_characters(length: int) -> tuple[Tensor, Tensor]:
+    """All stretches of the documentation, and the character that follows each.
+
+    Args:
+        length: Characters of a stretch.
+
+    Returns:
+        ``int64[n, length]`` and ``int64[n]``.
+    """
+    text = characters(documentation())
+    return text.unfold(0, length, 1)[:-1], text[length:]

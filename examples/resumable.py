@@ -20,12 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from real_data import VOCABULARY, next_characters
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import totalreduce as tr
+
+LENGTH = 16
 
 
 class Log:
@@ -102,12 +105,12 @@ def main() -> int:
     parser.add_argument("--step-ms", type=float, default=0.0, help="a step takes so much longer")
     options = parser.parse_args()
 
-    draw = torch.Generator().manual_seed(1)
-    inputs = torch.randn(options.samples, 16, generator=draw)
-    targets = torch.randint(0, 4, (options.samples,), generator=draw)
-    data = TensorDataset(torch.arange(options.samples), inputs, targets)
+    text, following = next_characters(LENGTH)
+    places = torch.linspace(0, len(following) - 1, options.samples).long()
+    data = TensorDataset(torch.arange(options.samples), text[places], following[places])
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 4))
+    hidden = nn.Sequential(nn.Linear(8 * LENGTH, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1))
+    model = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Flatten(), hidden, nn.Linear(64, VOCABULARY))
     sampler = tr.ElasticSampler(data, options.batch, seed=2)
     parts = {
         "model": model,

@@ -1,4 +1,4 @@
-"""Train by a strategy, stop at any step, and go on with the same bits.
+"""Learn to continue a text, by a strategy: stop at any step, and go on with the same bits.
 
 totalreduce run -n 4 examples/strategy_resume.py run-8 --stop-at 130
 totalreduce run -n 4 examples/strategy_resume.py run-8
@@ -14,9 +14,14 @@ import itertools
 from pathlib import Path
 
 import torch
+from real_data import VOCABULARY, next_characters
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 import totalreduce as tr
+
+LENGTH = 16
+TEXT, NEXT = next_characters(LENGTH)
 
 STRATEGIES = {
     "diloco": lambda: tr.DiLoCo(period=20, codec=tr.Int8()),
@@ -29,9 +34,8 @@ STRATEGIES = {
 
 def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The examples of a step, which follow from rank and step, so that a job that goes on takes those that are left."""
-    draw = torch.Generator().manual_seed(1_000_000 * rank + step)
-    inputs = torch.randn(32, 16, generator=draw)
-    return inputs, inputs.square().sum(1, keepdim=True)
+    places = torch.randint(len(NEXT), (32,), generator=torch.Generator().manual_seed(1_000_000 * rank + step))
+    return TEXT[places], NEXT[places]
 
 
 def main() -> None:
@@ -45,7 +49,7 @@ def main() -> None:
 
     with tr.init() as group:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
+        model = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Flatten(), nn.Linear(8 * LENGTH, VOCABULARY))
         tr.broadcast_parameters(model, group)
         adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
         optimizer = tr.DistributedOptimizer(adam, model, group=group, sync=STRATEGIES[options.strategy]())
@@ -61,7 +65,7 @@ def main() -> None:
         for step in range(first, last):
             inputs, targets = batch(group.rank, step)
             optimizer.zero_grad()
-            (model(inputs) - targets).square().mean().backward()
+            cross_entropy(model(inputs), targets).backward()
             optimizer.step()
         options.folder.mkdir(parents=True, exist_ok=True)
         states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}

@@ -1,4 +1,4 @@
-"""Train in rounds of asynchronous steps; lost workers are replaced or left out, and new ones join.
+"""Learn to continue a text, in rounds of asynchronous steps; lost workers are replaced or left out, and new ones join.
 
 totalreduce run -n 3 --on-loss replace examples/strategy_rounds.py
 totalreduce run --hosts-file hosts --on-loss shrink examples/strategy_rounds.py
@@ -15,9 +15,14 @@ import os
 from datetime import timedelta
 
 import torch
+from real_data import VOCABULARY, next_characters
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 import totalreduce as tr
+
+LENGTH = 16
+TEXT, NEXT = next_characters(LENGTH)
 
 STRATEGIES = {
     "async": lambda: tr.Async(max_staleness=8),
@@ -31,9 +36,8 @@ STRATEGIES = {
 
 def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The examples of a step."""
-    draw = torch.Generator().manual_seed(1_000_000 * rank + step)
-    inputs = torch.randn(32, 16, generator=draw)
-    return inputs, inputs.square().sum(1, keepdim=True)
+    places = torch.randint(len(NEXT), (32,), generator=torch.Generator().manual_seed(1_000_000 * rank + step))
+    return TEXT[places], NEXT[places]
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -43,7 +47,7 @@ parser.add_argument("--steps", type=int, default=50, help="of a round")
 options = parser.parse_args()
 
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
+model = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Flatten(), nn.Linear(8 * LENGTH, VOCABULARY))
 adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
 state = tr.State(model=model, optimizer=adam)
 for attempt in tr.attempts(state, timeout=timedelta(minutes=30)):  # ranks may differ by so much within a round
@@ -59,7 +63,7 @@ for attempt in tr.attempts(state, timeout=timedelta(minutes=30)):  # ranks may d
             for step in range(number * options.steps, (number + 1) * options.steps):
                 inputs, targets = batch(attempt.group.rank, step)
                 optimizer.zero_grad()
-                (trained(inputs) - targets).square().mean().backward()
+                cross_entropy(trained(inputs), targets).backward()
                 optimizer.step()
             steps.finish()  # waits for all ranks; then all have the same parameters
             if isinstance(sync, tr.AsyncGossip):

@@ -186,8 +186,8 @@ def test_the_example_goes_on_when_a_worker_is_killed(tmp_path: Path) -> None:
         f"sys.argv = [{str(EXAMPLE)!r}, '--examples', '600', '--batch-size', '8', '--batches-per-commit', '5']\n"
         f"sys.path.insert(0, {str(EXAMPLE.parent)!r})\n"
         "import horovod_mnist\n"
-        "draw = horovod_mnist.draw_digits\n"
-        "horovod_mnist.draw_digits = lambda count: Deadly(draw(count), '1')\n"
+        "load = horovod_mnist.load_digits\n"
+        "horovod_mnist.load_digits = lambda folder, count: Deadly(load(folder, count), '1')\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
     found = Run(tmp_path / "run", 2, program=program, on_loss="replace")

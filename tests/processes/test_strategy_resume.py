@@ -9,13 +9,14 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "strategy_resume.py"
 SOURCE = """
 import runpy
 sys.argv = {argv!r}
+sys.path.insert(0, {folder!r})
 runpy.run_path({argv!r}[0], run_name="__main__")
 """
 
 
 def start(fleet, *words):
     """Start two ranks; return a function that waits for what they print."""
-    workers = fleet.start(2, SOURCE.format(argv=[str(EXAMPLE), *map(str, words)]))
+    workers = fleet.start(2, SOURCE.format(argv=[str(EXAMPLE), *map(str, words)], folder=str(EXAMPLE.parent)))
 
     def lines():
         said = [worker.read_line(timeout_s=60.0) for worker in workers]

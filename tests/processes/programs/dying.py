@@ -66,4 +66,5 @@ around(ReplayedJob, "_committed", "", "committed")
 around(Replicas, "exchange", "exchange", "vote")
 around(replayed, "_deliver", "parcels", "level")
 replayed.ReplayedJob = Job
+sys.path.insert(0, str(Path(sys.argv[0]).parent))
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 
 import pytest
 from pages import ROOT
@@ -36,6 +37,12 @@ def test_examples_import_nothing_that_is_only_the_command_line_s():
         ]
         names = [getattr(node, "module", None) or node.names[0].name for node in imports]
         assert not [name for name in names if name.startswith("totalreduce.cli")], path
+
+
+def test_examples_train_on_real_data():
+    """Two draw their data: one counts pictures per second, and the other has a million keys with known weights."""
+    drawn = {path.name for path in EXAMPLES.glob("*.py") if re.search(r"= torch\.randn?\(", path.read_text())}
+    assert drawn == {"horovod_synthetic.py", "sparse_tasks.py"}
 
 
 def test_examples_are_copied_with_the_packages_among_them(tmp_path, capsys):
