@@ -41,6 +41,30 @@ def train(door, model, zeros):
     return most / 1024 / RANKS, step_s
 
 
+DENSE = """
+import sys, torch, totalreduce as tr
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+with tr.init("{transport}", timeout_s=60) as group:
+    inner = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = tr.DistributedOptimizer(inner, group=group, named_parameters=model.named_parameters())
+    model(torch.full((1, 4), 1.0 + group.rank)).sum().backward()
+    optimizer.step()
+    print(group.rank, "numba" in sys.modules, "gradient", model.weight.grad[0, 0].item())
+"""
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_dense_gradients_do_not_load_numba(tmp_path, transport):
+    """Numba takes 15 MiB of each process. Compiled code that is kept does not need it."""
+    script = tmp_path / "dense.py"
+    script.write_text(DENSE.format(transport=transport))
+    command = [sys.executable, "-m", "totalreduce", "run", "-n", "2", "--", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(f"{rank} False gradient 1.5" in done.stdout for rank in range(2)), done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.timeout(900)

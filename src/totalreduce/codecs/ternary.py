@@ -14,7 +14,7 @@ from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError
 from totalreduce.kernels import quantisation
 from totalreduce.kernels.arrays import Array
-from totalreduce.kernels.quantisation import TRITS
+from totalreduce.kernels.formats import TRITS
 
 __all__ = ["Ternary"]
 

@@ -25,10 +25,8 @@ from typing import Any, Final
 import numpy as np
 
 from totalreduce.foundation.os_errors import describe_error
-from totalreduce.kernels import coding, machine_code, merging, quantisation, scattering, selection, updates
-from totalreduce.kernels.compiled import use_twins
+from totalreduce.kernels import coding, machine_code, merging, quantisation, scattering, selection
 from totalreduce.kernels.machine_code import kernels_folder, open_kernels_folder
-from totalreduce.kernels.numba_names import WHY_NOT
 
 __all__ = ["codec_calls", "load", "load_codecs", "sparse_calls"]
 
@@ -65,6 +63,9 @@ def load_codecs() -> None:
 
 def _load(name: str, calls: Sequence[Callable[[], Any]]) -> None:
     """Make the calls of a list of this module, whose kernels are compiled first."""
+    from totalreduce.kernels.compiled import use_twins  # which imports Numba, as the kernels do
+    from totalreduce.kernels.numba_names import WHY_NOT
+
     reason = WHY_NOT
     if hasattr(selection.select, "twin"):  # it is to be compiled: Numba is there, and has not failed before
         try:
@@ -73,7 +74,7 @@ def _load(name: str, calls: Sequence[Callable[[], Any]]) -> None:
                 call()
         except Exception as error:  # whatever another version of Numba raises
             reason = describe_error(error).splitlines()[0]
-            use_twins(coding, merging, quantisation, scattering, selection, updates)
+            use_twins()
     if reason:
         machine_code.warn(
             "sparse methods, codecs and the parameter server compute with NumPy, which is slower, because there is no "

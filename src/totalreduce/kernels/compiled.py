@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
+from totalreduce.kernels import COMPILED
 from totalreduce.kernels.machine_code import kernels_folder
 from totalreduce.kernels.numba_names import WHY_NOT, njit
 
@@ -61,9 +62,10 @@ def compiled(plain: Callable[..., Any] | None = None, **options: Any) -> Callabl
     return decorate
 
 
-def use_twins(*modules: ModuleType) -> None:
-    """Have the kernels of modules be their twins in NumPy from now on."""
-    for module in modules:
+def use_twins() -> None:
+    """Have all kernels be their twins in NumPy from now on."""
+    for module_name in COMPILED:
+        module = importlib.import_module(f"totalreduce.kernels.{module_name}")
         for name, kernel in list(vars(module).items()):
             twin = getattr(kernel, "twin", None)
             if twin is not None:

@@ -19,7 +19,6 @@ import numpy as np
 
 from totalreduce.kernels import scattering, selection
 from totalreduce.kernels.arrays import Array
-from totalreduce.kernels.selection import Kth
 from totalreduce.sparse.candidates import Candidates
 
 __all__ = ["Accumulator", "HostAccumulator"]
@@ -56,7 +55,7 @@ class Accumulator(ABC):
         """List the elements that reach a bound, as far as there is room."""
 
     @abstractmethod
-    def kth_magnitude(self, k: int) -> Kth:
+    def kth_magnitude(self, k: int) -> selection.Kth:
         """Return the k-th largest magnitude, exactly; ``k`` from 1."""
 
     @abstractmethod
@@ -161,7 +160,7 @@ class HostAccumulator(Accumulator):
             if not found.complete:
                 return
 
-    def kth_magnitude(self, k: int) -> Kth:
+    def kth_magnitude(self, k: int) -> selection.Kth:
         return selection.kth_magnitude(self._segments, k)
 
     def sample(self, stride: int) -> Array:

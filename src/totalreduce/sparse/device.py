@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from totalreduce.kernels import device as plain
-from totalreduce.kernels import merging
+from totalreduce.kernels import merging, selection
 from totalreduce.kernels.arrays import Array
 from totalreduce.kernels.device import DeviceKernels
-from totalreduce.kernels.selection import Kth, radix_select
 from totalreduce.sparse.accumulator import Accumulator, HostAccumulator
 from totalreduce.sparse.candidates import Candidates
 from totalreduce.tensors.streams import SideStreams
@@ -83,12 +82,12 @@ class DeviceAccumulator(Accumulator):
             if not found.complete:
                 return
 
-    def kth_magnitude(self, k: int) -> Kth:
+    def kth_magnitude(self, k: int) -> selection.Kth:
 
         def histogram(*digit: int) -> Array:
             return sum((plain.histogram(tensor, *digit) for _, tensor in self._each()), start=np.zeros(1, np.int64))
 
-        return radix_select(histogram, k)
+        return selection.radix_select(histogram, k)
 
     def sample(self, stride: int) -> Array:
         return np.concatenate([tensor[::stride].cpu().numpy() for _, tensor in self._each()])

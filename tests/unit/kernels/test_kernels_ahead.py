@@ -15,6 +15,8 @@ from totalreduce.kernels import ahead, coding, machine_code, merging, quantisati
 SCRIPT = """
 from totalreduce.codecs.codecs import CODECS
 from totalreduce.codecs.threshold import Threshold
+import totalreduce.kernels.coding, totalreduce.kernels.merging, totalreduce.kernels.quantisation
+import totalreduce.kernels.scattering, totalreduce.kernels.selection
 from totalreduce.kernels import ahead, coding, merging, quantisation, scattering, selection
 from totalreduce.sparse.coded import Coded
 from totalreduce.sparse.methods import METHODS
@@ -178,6 +180,8 @@ def test_where_no_kernel_can_be_compiled_all_are_those_of_numpy(folder, monkeypa
 
 
 COLD = """
+import totalreduce.kernels.coding, totalreduce.kernels.merging, totalreduce.kernels.quantisation
+import totalreduce.kernels.scattering, totalreduce.kernels.selection
 from totalreduce.kernels import ahead, coding, merging, quantisation, scattering, selection
 
 ahead.load()
