@@ -406,8 +406,8 @@ class FastLane:
         """Note that an operation has ended.
 
         The announcement of an operation that has failed stays: other ranks may have found it, and must not take its end
-        for a success. They learn of the failure by messages. A mark in it tells those that read the tensor where it is
-        that it may change from now on.
+        for a success. They learn of the failure by messages. A mark in it tells those that read the tensor, or what is
+        still staged of it, that it may change from now on.
         """
         carriage = self.carried.pop(operation)
         if failed:

@@ -163,8 +163,8 @@ E_SIGNATURE, E_SOURCE, E_STAGE = 0, 8, 16
 #: read one of them before and the other one after the entry was given to another operation. Then it would find the key
 #: of the one with the iteration of the other, and read a stage that is being written.
 E_OPERATION = 24
-#: The number of the operation that has failed on this rank, whose tensor the program may change from then on. What
-#: another rank reads there before it finds the mark is of no use.
+#: The number of the operation that has failed on this rank, whose tensor the program may change from then on. Another
+#: rank that finds the mark after it has read a tensor, a stage or a result uses nothing of that.
 E_FAILED = 32
 #: The factor of the iteration in that number. It is odd.
 ITERATION_FACTOR = -0x61C8864680B583EB

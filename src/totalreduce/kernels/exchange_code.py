@@ -406,17 +406,19 @@ def _piece(block: Words, part: Any, turn: Any) -> Any:
 
 
 @compiled
-def _holds(block: Words, peer: Any) -> Any:
-    """Return whether what was just read of a peer's tensor is what the peer announced, and not a later change of it.
+def _holds(block: Words) -> Any:
+    """Return whether what was just read of the peers' tensors is what they announced, and not a later change of it.
 
-    A rank whose operation fails marks that in its entry before its program goes on (``MARK_FAILED``). What is staged
-    does not change.
+    A rank whose operation fails marks that in its entry before its program goes on (``MARK_FAILED``). Its thread that
+    moves messages may then still be staging the tensor, or adding it, which the program changes meanwhile.
     """
-    at = _peer(block, peer)
-    if load_shared(block, at + PEER_SOURCE) == 0:
-        return True
-    fence()  # the mark is looked at after the tensor
-    return load(load_shared(block, at + PEER_ENTRY) + E_FAILED) != _operation(block)
+    fence()  # the marks are looked at after the tensors
+    for peer in range(block[RANKS]):
+        if peer != block[ME]:
+            entry = load_shared(block, _peer(block, peer) + PEER_ENTRY)
+            if load(entry + E_FAILED) == _operation(block):
+                return False
+    return True
 
 
 @compiled
@@ -496,9 +498,8 @@ def _move_pieces(block: Words) -> Any:
             if not _fetch(block, start, stop):
                 return moved
             _reduce(block, me, start, stop, turn)
-            for peer in range(ranks):
-                if peer != me and not _holds(block, peer):
-                    return moved
+            if not _holds(block):
+                return moved
         if is_staged and gathers:
             target = memory + block[STAGE] + block[RESULTS_AT] + turn % 2 * block[PIECE_BYTES]
             copy_bytes(target, _own(block, me, start), (stop - start) * itemsize)
@@ -513,8 +514,10 @@ def _move_pieces(block: Words) -> Any:
         for part in range(ranks):
             if gathers and part != me:
                 start, stop = _piece(block, part, turn)
-                if not _copy_result(block, part, start, stop, turn) or not _holds(block, part):
+                if not _copy_result(block, part, start, stop, turn):
                     return moved
+        if gathers and not _holds(block):
+            return moved
         store_shared(block, COPIED, turn + 1)
         store(entry + E_COPIED, turn + 1)
         moved = True
@@ -614,6 +617,9 @@ def _advance(block: Words) -> Any:
             if block[IS_WHOLE] != 0:
                 if load_shared(block, COPIED) != block[ROUNDS]:  # else it was done when this function was called last
                     _compute_all(block)
+                    if not _holds(block):
+                        store_shared(block, SEEN, seen)
+                        return PENDING
                     store_shared(block, COPIED, block[ROUNDS])
                     store(block[ENTRY] + E_COPIED, block[ROUNDS])
                 return DONE

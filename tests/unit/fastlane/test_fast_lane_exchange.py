@@ -247,6 +247,42 @@ def test_a_result_of_a_rank_that_has_failed_is_not_taken(where):
     assert code.function(exchange.HAS_ENDED, second.ctypes.data, 0, 0) == 0  # so its departure is a loss
 
 
+@pytest.mark.parametrize(
+    ("where", "is_announced"),
+    [("whole", False), ("round", False), ("round", True), ("pieces", False), ("pieces", True)],
+)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_a_rank_stages_after_it_has_failed_is_not_taken(where, is_announced, ranks):
+    """Rank 0 fails and its program changes the tensor, while the thread that moves messages stages and adds it."""
+    count, code = {"whole": 3000, "round": 30_000, "pieces": 300_000}[where], exchange.load()
+    size = {"whole": 2 * count * 4, "round": (ranks + 1) * (count // ranks * 4 + 64), "pieces": 1 << 21}[where]
+    stage = BOARD.classes(size)[0].first
+    host, tensors = Host(ranks, 0), [np.full(count, rank + 1, np.float32) for rank in range(ranks)]
+    made = [
+        host.block(rank, tensor, chains(ranks), whole=where == "whole", stage=stage)
+        for rank, tensor in enumerate(tensors)
+    ]
+    first, *others = [block for block, _ in made]
+    assert first[exchange.ROUNDS] == 1 or where == "pieces"
+
+    def advance(block, turns):
+        block[exchange.SELF], block[exchange.TURNS] = block.ctypes.data, turns
+        return code.function(exchange.ADVANCE, block.ctypes.data, 0, 0)
+
+    if is_announced:
+        advance(first, 0)
+    for turns in (0, 1):  # they announce the operation, and stage their first pieces
+        assert {advance(block, turns) for block in others} <= {exchange.PENDING}
+    code.function(exchange.MARK_FAILED, first.ctypes.data, ITERATION, int(first[exchange.ENTRY]))
+    tensors[0][:] = 1000.0
+    for _ in range(3):
+        advance(first, 64)
+        assert [advance(block, 64) for block in others] == [exchange.PENDING] * len(others)
+    assert [int(block[exchange.COPIED]) for block in others] == [0] * len(others)
+    for block in others:
+        assert not code.function(exchange.HAS_CHANGED, block.ctypes.data, 0, 0)  # so the thread may sleep
+
+
 def test_a_rank_whose_process_is_still_read_is_needed():
     count, code = 300_000, exchange.load()
     host, tensors = Host(2, 0), [np.full(count, rank + 1, np.float32) for rank in range(2)]
