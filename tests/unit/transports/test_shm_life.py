@@ -22,6 +22,8 @@ from totalreduce.transports.shm_rings import _Loans
 from totalreduce.transports.shm_waiting import ASLEEP, WANTS_ROOM
 
 SMALL = OutboxLayout.choose(2, PIECE, 4 * PIECE)
+#: For tests in which a clock that is set by hand says who is silent.
+TWO_SECONDS = TcpConfig(heartbeat_s=0.25, silence_s=2.0)
 
 
 def stranger(name: str) -> socket.socket:
@@ -371,7 +373,7 @@ def test_a_heartbeat_that_stands_still_is_a_frozen_process(monkeypatch: pytest.M
     clock = SimpleNamespace(now=100.0)
     clock.monotonic = lambda: clock.now
     monkeypatch.setattr(shm_module, "time", clock)
-    with Host(2) as host:
+    with Host(2, config=TWO_SECONDS) as host:
         for _ in range(100):  # ten seconds of nothing but heartbeats
             clock.now += 0.1
             host.move(1)
@@ -388,7 +390,7 @@ def test_who_was_stopped_and_given_up_knows_that_it_was_stopped(monkeypatch: pyt
     clock = SimpleNamespace(now=100.0)
     clock.monotonic = lambda: clock.now
     monkeypatch.setattr(shm_module, "time", clock)
-    with Host(2) as host:
+    with Host(2, config=TWO_SECONDS) as host:
         host.endpoints[0].put(1, message(b"x"))
         host.endpoints[1].put(0, message(b"x"))
         host.move()
@@ -407,7 +409,7 @@ def test_who_was_stopped_himself_blames_nobody(monkeypatch: pytest.MonkeyPatch) 
     clock = SimpleNamespace(now=100.0)
     clock.monotonic = lambda: clock.now
     monkeypatch.setattr(shm_module, "time", clock)
-    with Host(2) as host:
+    with Host(2, config=TWO_SECONDS) as host:
         clock.now += 60.0
         host.move(1, only=[0])  # rank 1 has not moved either: its heartbeat stands where it stood
         assert host.endpoints[0].lost == []
