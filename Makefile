@@ -51,8 +51,8 @@ gpu:
 	PYTHONPATH=src $(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON)) tests/gpu/run.py $(ARGS)
 
 lint: $(STAMP)
-	$(BIN)/ruff check src tests examples tools
-	$(BIN)/ruff format --check src tests examples tools
+	$(BIN)/ruff check src benchmarks tests examples tools
+	$(BIN)/ruff format --check src benchmarks tests examples tools
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
@@ -117,8 +117,8 @@ $(KERNEL_STAMP): constraints.txt
 	$(PIP) torch numba
 	touch $@
 
-$(STAMP): pyproject.toml constraints.txt $(KERNEL_STAMP)
-	$(PIP) --editable '.[test,dev]'
+$(STAMP): pyproject.toml benchmarks/pyproject.toml constraints.txt $(KERNEL_STAMP)
+	$(PIP) --editable '.[test,dev]' --editable ./benchmarks
 	touch $@
 
 # Triton's kernels are tested in its interpreter. It lies beside the rest: where torch finds it, every process loads it.

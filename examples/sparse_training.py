@@ -33,7 +33,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import totalreduce as tr
-from totalreduce.bench.contestants import Contestant, make_strategy, parse_contestant, strategies, takes_own_steps
+from totalreduce.planning.contestants import Contestant, make_strategy, parse_contestant, strategies, takes_own_steps
 from totalreduce.sparse.methods import METHODS
 
 STRATEGIES = tuple(strategies())

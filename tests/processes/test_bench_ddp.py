@@ -5,9 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from typer.testing import CliRunner
+from commands import invoke
 
-from totalreduce.bench.app import bench_app
 from totalreduce.bench.ddp import ALONE, measure_ddp
 from totalreduce.bench.launching import BenchmarkFailedError, Setting
 from totalreduce.foundation.errors import ConfigurationError
@@ -18,7 +17,7 @@ def test_a_script_is_timed_on_both_back_ends(tmp_path, warm_python):
     out = tmp_path / "out.json"
     tiny = ("--", "--width", "4", "--batch", "2", "--examples", "32")
     arguments = ("ddp", "-n", "2", "--steps", "2", "--rounds", "1", "--alone", "--json", str(out), *tiny)
-    found = CliRunner().invoke(bench_app, arguments)
+    found = invoke("bench", *arguments)
     assert found.exit_code == 0, found.output
     assert "step of torch_ddp cnn, 2 ranks on one host" in found.stdout
     document = json.loads(out.read_text())
@@ -58,6 +57,6 @@ def test_a_script_that_fails_is_quoted(tmp_path):
     ("arguments", "complaint"), [(("--script", "nonesuch"), "neither a file nonesuch"), (("--steps", "0"), "--steps")]
 )
 def test_what_makes_no_sense_is_refused(arguments, complaint):
-    found = CliRunner().invoke(bench_app, ["ddp", *arguments])
+    found = invoke("bench", "ddp", *arguments)
     assert isinstance(found.exception, ConfigurationError)
     assert complaint in str(found.exception)

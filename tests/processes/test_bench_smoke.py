@@ -5,9 +5,8 @@ import statistics
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from commands import invoke
 
-from totalreduce.bench.app import bench_app
 from totalreduce.bench.collectives import CollectivesParameters, CollectivesSamples, Contestant
 from totalreduce.bench.launching import BenchmarkFailedError, Setting, run_benchmark
 from totalreduce.bench.ps import DENSE, SPARSE
@@ -26,7 +25,7 @@ TRACE = {
 
 
 def run(*arguments, exit_code=0):
-    found = CliRunner().invoke(bench_app, [str(argument) for argument in arguments])
+    found = invoke("bench", *arguments)
     assert found.exit_code == exit_code, found.output
     return found
 
@@ -221,7 +220,7 @@ def test_trace_records_what_replay_reads(tmp_path):
 def test_a_failing_worker_means_no_figures(capfd, warm_python):
     parameters = CollectivesParameters([4096], {"allreduce": [Contestant("totalreduce", "auto")]}, "complex64")
     with pytest.raises(BenchmarkFailedError, match=r"rank [01] failed: WrongResultError: .*complex64"):
-        run_benchmark("collectives_worker", parameters, TWO_RANKS, CollectivesSamples)
+        run_benchmark("totalreduce.bench.collectives_worker", parameters, TWO_RANKS, CollectivesSamples)
     assert "complex64" in capfd.readouterr().err
 
 
@@ -263,7 +262,7 @@ def test_a_failed_check_ends_the_command_with_exit_code_1(monkeypatch):
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_starts(arguments, complaint):
-    found = CliRunner().invoke(bench_app, list(arguments))
+    found = invoke("bench", *arguments)
     assert isinstance(found.exception, ConfigurationError)
     assert complaint in str(found.exception)
 

@@ -3,9 +3,8 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
+from commands import invoke
 
-from totalreduce.bench.app import bench_app
 from totalreduce.bench.launching import BenchmarkFailedError
 from totalreduce.foundation.errors import ConfigurationError
 
@@ -14,7 +13,7 @@ PEERS = ["gloo", "fp16", "powersgd-hook"]
 
 
 def run(*arguments, exit_code=0):
-    found = CliRunner().invoke(bench_app, [str(argument) for argument in arguments])
+    found = invoke("bench", *arguments)
     assert found.exit_code == exit_code, found.output
     return found
 
@@ -116,7 +115,7 @@ def test_a_failed_check_ends_the_command_with_exit_code_1(monkeypatch):
     def fail(*_):
         raise BenchmarkFailedError("rank 1 failed: oktopk has lost 1.0e-01 of what went in")
 
-    monkeypatch.setattr("totalreduce.bench.sparse.run_benchmark", fail)
+    monkeypatch.setattr("totalreduce_benchmarks.sparse.run_benchmark", fail)
     assert "no figures: rank 1 failed: oktopk has lost" in run("sparse", "-n", 2, exit_code=1).output
 
 
@@ -145,7 +144,7 @@ def test_a_failed_check_ends_the_command_with_exit_code_1(monkeypatch):
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_starts(arguments, complaint):
-    found = CliRunner().invoke(bench_app, list(arguments))
+    found = invoke("bench", *arguments)
     assert isinstance(found.exception, ConfigurationError), found.output
     assert complaint in str(found.exception)
 

@@ -4,16 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from commands import invoke
 
 import totalreduce
-from totalreduce.bench.app import bench_app
 
 SOURCE = Path(totalreduce.__path__[0]).parent
 
 
 def run(*arguments):
-    return CliRunner().invoke(bench_app, ["versions", *(str(argument) for argument in arguments)])
+    return invoke("bench", "versions", *arguments)
 
 
 @pytest.mark.slow

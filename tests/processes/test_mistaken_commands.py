@@ -49,6 +49,20 @@ VARIABLES = [
 ]
 
 
+def test_without_the_package_of_benchmarks_an_error_and_the_help_say_how_to_get_it():
+    """``totalreduce`` with no entry points, as from a wheel alone."""
+    program = (
+        "import importlib.metadata as m, sys; m.entry_points = lambda **_: []; "
+        "from totalreduce.cli.main import main; main(sys.argv[1:])"
+    )
+    sentence = "are in a second package: `pip install ./benchmarks` in a copy of the repository adds them."
+    for words, code in (["bench", "faults"], 2), (["bench", "--help"], 0):
+        command = [sys.executable, "-c", program, *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == code
+        assert sentence in " ".join((done.stdout + done.stderr).split())
+
+
 def matches(first_line, text):
     return re.match(".*".join(re.escape(part) for part in first_line.split("…")), text)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from totalreduce.bench.launching import Setting
-from totalreduce.bench.ps_faults import PsFaultsParameters, measure_ps_faults
+from totalreduce_benchmarks.ps_faults import PsFaultsParameters, measure_ps_faults
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from commands import invoke
 
-from totalreduce.bench.app import bench_app
 from totalreduce.foundation.errors import ConfigurationError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -100,7 +99,7 @@ def test_strategies_are_compared_on_links_and_with_a_slow_rank(tmp_path):
     methods = "local_sgd,async,async_gossip,parameter_server:consistency=bounded:tau=4:optimizer=worker"
     which = ("--optimizers", "sgd", "--methods", methods, "--against", "dense", "--rates", "100mbit+5ms")
     files = ("--json", str(out), "--plot", str(picture), "--markdown", str(text))
-    found = CliRunner().invoke(bench_app, [*arguments, *which, "--slow-step-ms", "30", *files])
+    found = invoke("bench", *arguments, *which, "--slow-step-ms", "30", *files)
     assert found.exit_code == 0, found.output
     dense, averaging, *others = json.loads(out.read_text())["figures"]["logistic, sgd"]
     sent = [figure["links"]["100mbit+5ms"]["sent_bytes"] for figure in (dense, averaging)]
@@ -120,7 +119,7 @@ def test_the_benchmark_trains_on_links(tmp_path):
     pytest.importorskip("matplotlib")
     out, picture = tmp_path / "out.json", tmp_path / "out.png"
     arguments = ("train", "--models", "cnn", "--quick", "--emulate-hosts", "2", "--rates", "1gbit")
-    found = CliRunner().invoke(bench_app, [*arguments, "--json", str(out), "--plot", str(picture)])
+    found = invoke("bench", *arguments, "--json", str(out), "--plot", str(picture))
     assert found.exit_code == 0, found.output
     assert "cnn, 4.8 M parameters, 40 steps from 2 seeds, density 0.01, 2 ranks on 2 emulated hosts" in found.stdout
     figures = {figure["contestant"]: figure for figure in json.loads(out.read_text())["figures"]["cnn"]}
@@ -141,6 +140,6 @@ def test_the_benchmark_trains_on_links(tmp_path):
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments, complaint):
-    found = CliRunner().invoke(bench_app, ["train", *arguments])
+    found = invoke("bench", "train", *arguments)
     assert isinstance(found.exception, ConfigurationError)
     assert complaint in str(found.exception)

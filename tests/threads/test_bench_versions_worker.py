@@ -2,8 +2,8 @@
 
 import pytest
 
-from totalreduce.bench import versions_worker
 from totalreduce.testing import run_ranks
+from totalreduce_benchmarks import versions_worker
 
 
 def test_sparse_steps_are_timed_and_their_messages_counted():

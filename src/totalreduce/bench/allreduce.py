@@ -80,6 +80,6 @@ def measure_allreduce(
         raise ConfigurationError(f"MPI has no {dtype}; leave --against {', '.join(setting.mpi_peers)} out")
     contestants = [Contestant(peer, "auto") for peer in ("totalreduce", SHARED, *setting.peers[1:])]
     parameters = CollectivesParameters(sizes, {"allreduce": contestants}, dtype)
-    results = run_benchmark("collectives_worker", parameters, setting, CollectivesSamples)
+    results = run_benchmark("totalreduce.bench.collectives_worker", parameters, setting, CollectivesSamples)
     hosts = setting.host_of_rank if setting.hosts else range(setting.ranks)
     return summarise(results.ranks, hosts, setting.rate_bits_per_s), results

@@ -176,7 +176,7 @@ def measure_collectives(
     """Run the workers; returns the figures and the ranks' samples."""
     taking_part = {kind.name.lower(): contestants(kind, setting.peers, schedule) for kind in kinds}
     parameters = CollectivesParameters(sizes, taking_part)
-    results = run_benchmark("collectives_worker", parameters, setting, CollectivesSamples)
+    results = run_benchmark("totalreduce.bench.collectives_worker", parameters, setting, CollectivesSamples)
     return summarise(results.ranks, setting.host_of_rank, setting.rate_bits_per_s), results
 
 

@@ -1,4 +1,4 @@
-"""The commands of ``totalreduce bench``: the options that they share, and how their reports are printed and saved."""
+"""Commands of ``totalreduce bench``: the options that they share, and how their reports are printed and saved."""
 
 from __future__ import annotations
 
@@ -66,70 +66,43 @@ _PLOT = Annotated[Path | None, typer.Option("--plot", help="Draw the figures int
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
-    """A command of ``totalreduce bench``.
+class _Benchmark:
+    """A function that measures, as a command.
 
     Attributes:
-        name: The word after ``totalreduce bench``.
         measure: Returns a report, or ``None`` where nothing is left to print and save. Its parameters are options; the
             fields of its ``parameters``, a record, are options too.
-        shared: Names of the shared options, of which ``measure`` gets a ``setting``.
-        defaults: Defaults of options that differ from the usual ones.
-        examples: Stand at the end of ``--help``.
-        plot: Whether ``--plot`` is an option.
-        json: Whether ``--json`` and ``--markdown`` are options.
+        others: The other attributes are the arguments of ``benchmark``.
     """
 
     name: str
     measure: Callable[..., Report | None]
     shared: Sequence[str]
     defaults: dict[str, Any]
-    examples: Sequence[str]
     plot: bool
     json: bool
 
-    def add_to(self, app: typer.Typer) -> None:
-        """Add the command to an application."""
-        text, epilog = self._help()
-        app.command(self.name, help=text, epilog=epilog)(self.function())
-
-    def function(self) -> Callable[..., None]:
-        """Return the command as a function whose parameters are the options and whose docstring is the help."""
-
-        def run(**given: Any) -> None:
-            self._run(given)
-
+    def options(self) -> Iterator[inspect.Parameter]:
+        """Yield the options of the command."""
+        for each in self._own():
+            yield each.replace(default=self.defaults.get(each.name, each.default))
         more = {name: _SHARED[name] for name in self.shared}
         more |= {"plot": (_PLOT, None)} if self.plot else {}
         more |= {"markdown": (_MARKDOWN, None), "json": (_JSON, None)} if self.json else {}
-        more |= {name: (more[name][0], value) for name, value in self.defaults.items() if name in more}
-        parameters = [
-            *(each.replace(default=self.defaults.get(each.name, each.default)) for each in self._own()),
-            *(
-                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
-                for name, (annotation, default) in more.items()
-            ),
-        ]
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__doc__ = "\n\n".join(self._help())
-        return run
-
-    def _help(self) -> tuple[str, str]:
-        """Return the text of the help and the examples below it."""
-        # rich keeps every line break of a docstring, and of an epilog only double ones
-        paragraphs = (self.measure.__doc__ or "").split("\n\n")
-        text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-        return text, "\n\n".join(("[bold]Examples[/bold]", *self.examples))
+        for name, (annotation, default) in more.items():
+            value = self.defaults.get(name, default)
+            yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=value)
 
     def _own(self) -> Iterator[inspect.Parameter]:
-        """Yield the options of this command alone."""
+        """Yield the options of this command alone, with their usual defaults."""
         for parameter in inspect.signature(self.measure, eval_str=True).parameters.values():
             if parameter.name == "parameters":
                 yield from inspect.signature(parameter.annotation, eval_str=True).parameters.values()
             elif parameter.name != "setting":
                 yield parameter
 
-    def _run(self, given: dict[str, Any]) -> None:
+    def run(self, given: dict[str, Any]) -> None:
+        """Measure with these options; print the report, and save it."""
         path, text, picture = (given.pop(name, None) for name in ("json", "markdown", "plot"))
         if picture is not None:
             require_matplotlib(picture)
@@ -162,9 +135,31 @@ def benchmark(
     plot: bool = False,
     json: bool = True,
     **defaults: Any,
-) -> Callable[[Callable[..., Report | None]], Command]:
-    """Make a command of a function; the arguments are those of ``Command``."""
-    return lambda measure: Command(name, measure, shared, defaults, examples, plot, json)
+) -> Callable[[Callable[..., Report | None]], Callable[..., None]]:
+    """Make a command of a function that returns a report: a function whose parameters are the options.
+
+    Args:
+        name: The benchmark's name in its report.
+        examples: Stand at the end of ``--help``.
+        shared: Names of the shared options, of which the function gets a ``setting``.
+        plot: Whether ``--plot`` is an option.
+        json: Whether ``--json`` and ``--markdown`` are options.
+        defaults: Defaults of options that differ from the usual ones.
+    """
+
+    def command_of(measure: Callable[..., Report | None]) -> Callable[..., None]:
+        made = _Benchmark(name, measure, shared, defaults, plot, json)
+
+        def command(**given: Any) -> None:
+            made.run(given)
+
+        command.__signature__ = inspect.Signature(list(made.options()))  # type: ignore[attr-defined]
+        # rich keeps every line break of a docstring
+        paragraphs = [" ".join(paragraph.split()) for paragraph in (measure.__doc__ or "").split("\n\n")]
+        command.__doc__ = "\n\n".join((*paragraphs, "[bold]Examples[/bold]", *examples))
+        return command
+
+    return command_of
 
 
 def make_setting(

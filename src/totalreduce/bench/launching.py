@@ -150,7 +150,7 @@ def run_benchmark(worker: str, parameters: Any, setting: Setting, kind: type[R])
     """Run one benchmark on all ranks.
 
     Args:
-        worker: Name of the module in this package whose ``measure(context, parameters)`` every rank calls.
+        worker: The full name of the module whose ``measure(context, parameters)`` every rank calls.
         parameters: The record that ``measure`` takes.
         setting: The place and the peers.
         kind: The record that ``measure`` returns.

@@ -128,7 +128,7 @@ def measure_ps(setting: Setting, parameters: PsParameters) -> tuple[list[PsFigur
     setting.refuse_mpi("ps")
     if parameters.servers >= setting.ranks:
         raise ConfigurationError(f"--servers {parameters.servers} leaves no worker of {setting.ranks} ranks")
-    results = run_benchmark("ps_worker", parameters, setting, PsSamples)
+    results = run_benchmark("totalreduce.bench.ps_worker", parameters, setting, PsSamples)
     return summarise(results.ranks, parameters.num_listed, parameters.num_dense), results
 
 

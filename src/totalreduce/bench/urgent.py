@@ -115,7 +115,7 @@ def measure_urgent(setting: Setting, parameters: UrgentParameters) -> tuple[list
     setting.refuse_mpi("urgent")
     if "gloo" in setting.against:
         raise ConfigurationError("bench urgent compares --against fifo only; gloo knows no priorities")
-    results = run_benchmark("urgent_worker", parameters, setting, UrgentSamples)
+    results = run_benchmark("totalreduce.bench.urgent_worker", parameters, setting, UrgentSamples)
     return summarise(results.ranks, parameters.bulk_bytes, setting.rate_bits_per_s), results
 
 

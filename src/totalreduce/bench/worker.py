@@ -27,7 +27,7 @@ def main(config_path: str) -> None:
     document: dict[str, Any]
     try:
         context = Context(folder, from_document(Setting, config["setting"]))
-        measure = importlib.import_module(f"totalreduce.bench.{config['worker']}").measure
+        measure = importlib.import_module(config["worker"]).measure
         parameters = from_document(get_type_hints(measure)["parameters"], config["parameters"])
         document = {"result": to_document(measure(context, parameters)), "environment": to_document(context.machine())}
         context.close()

@@ -1,7 +1,8 @@
 """The ``totalreduce`` command.
 
 A subcommand's file is imported when the subcommand is used: ``totalreduce run`` does not wait for torch. Packages
-outside add commands with entry points of the group ``totalreduce.commands``.
+outside add commands with entry points of the group ``totalreduce.commands``. ``bench.allreduce`` is the name of the
+command ``totalreduce bench allreduce``.
 """
 
 from __future__ import annotations
@@ -45,6 +46,19 @@ class _Built:
     parser: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A command that has nothing but commands below it, whose names begin with its own name and a dot.
+
+    Attributes:
+        help: What the commands have in common.
+        more: How a user gets more commands if no other package adds one.
+    """
+
+    help: str
+    more: str
+
+
 def _check(name: str, item: object) -> Any:
     if not callable(item):
         raise ConfigurationError(f"the command {name!r} is a typer.Typer or a function, not {item!r}")
@@ -64,8 +78,19 @@ COMMANDS: Extensions[Any] = Extensions(
         ),
         "top": _Built("totalreduce.cli.top", "top"),
         "demo": _Built("totalreduce.cli.demo", "demo"),
-        "bench": _Built("totalreduce.bench.app", "bench_app"),
-        "plan": _Built("totalreduce.bench.plan", "plan_command", parser="PlanCommand"),
+        "bench": _Group(
+            "Measure. Peers take turns in one run; no figure is reported before its results are checked.",
+            "The commands that measure totalreduce itself are in a second package: `pip install ./benchmarks` in a "
+            "copy of the repository adds them.",
+        ),
+        "bench.allreduce": _Built("totalreduce.bench.allreduce", "bench_allreduce"),
+        "bench.collectives": _Built("totalreduce.bench.collectives", "bench_collectives"),
+        "bench.urgent": _Built("totalreduce.bench.urgent", "bench_urgent"),
+        "bench.codecs": _Built("totalreduce.bench.codecs", "bench_codecs"),
+        "bench.ps": _Built("totalreduce.bench.ps", "bench_ps"),
+        "bench.ddp": _Built("totalreduce.bench.ddp", "bench_ddp"),
+        "bench.trace": _Built("totalreduce.planning.trace", "bench_trace"),
+        "plan": _Built("totalreduce.planning.plan", "plan", parser="PlanCommand"),
         "doctor": _Built("totalreduce.cli.doctor", "doctor"),
         "timeline": _Built("totalreduce.cli.timeline", "timeline"),
         "examples": _Built("totalreduce.cli.examples", "examples"),
@@ -75,7 +100,7 @@ COMMANDS: Extensions[Any] = Extensions(
 
 
 def build(names: Sequence[str] | None = None) -> typer.Typer:
-    """Return the application with these subcommands; by default with all of them."""
+    """Return the application with these subcommands and those below them; by default with all of them."""
     app = typer.Typer(
         name="totalreduce",
         help="Gradient synchronisation for PyTorch on ordinary networks.",
@@ -85,18 +110,47 @@ def build(names: Sequence[str] | None = None) -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    for name in tuple(COMMANDS) if names is None else names:
-        command, settings, parser = COMMANDS[name], {}, None
-        if isinstance(command, _Built):
-            module = importlib.import_module(command.module)
-            settings = command.settings
-            parser = None if command.parser is None else getattr(module, command.parser)
-            command = getattr(module, command.attribute)
-        if isinstance(command, typer.Typer):
-            app.add_typer(command, name=name)
-        else:
-            app.command(name, cls=parser, context_settings=settings)(command)
+    groups: dict[str, typer.Typer] = {"": app}
+    for name in COMMANDS:
+        if names is None or any(f"{name}.".startswith(f"{wanted}.") for wanted in names):
+            above, _, word = name.rpartition(".")
+            _add(_group(above, groups), word, COMMANDS[name])
     return app
+
+
+def _group(name: str, groups: dict[str, typer.Typer]) -> typer.Typer:
+    """Return the application of a group, which the first call makes."""
+    if name not in groups:
+        group = COMMANDS[name]
+        if not isinstance(group, _Group):
+            raise ConfigurationError(f"no package can add a command below {name!r}, which is a command itself")
+        more = _more_commands(name)
+        groups[name] = typer.Typer(
+            name=name, help=group.help, epilog=more, no_args_is_help=True, rich_markup_mode="rich"
+        )
+        groups[""].add_typer(groups[name])
+    return groups[name]
+
+
+def _more_commands(group: str) -> str:
+    """Return how a user gets more commands of a group; nothing for other commands, or if another package adds some."""
+    if group not in COMMANDS or any(name.startswith(f"{group}.") for name in COMMANDS.added()):
+        return ""
+    command = COMMANDS[group]
+    return command.more if isinstance(command, _Group) else ""
+
+
+def _add(app: typer.Typer, name: str, command: Any) -> None:
+    settings, parser = {}, None
+    if isinstance(command, _Built):
+        module = importlib.import_module(command.module)
+        settings = command.settings
+        parser = None if command.parser is None else getattr(module, command.parser)
+        command = getattr(module, command.attribute)
+    if isinstance(command, typer.Typer):
+        app.add_typer(command, name=name)
+    elif not isinstance(command, _Group):
+        app.command(name, cls=parser, context_settings=settings)(command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -137,14 +191,17 @@ def _show_usage_error(error: Any, words: Sequence[str]) -> None:
     if path == "totalreduce run" and option:
         known = [word.lstrip("-") for word in error.possibilities or ()]
         hint = "" if did_you_mean(option, known) else " An option of the script comes after the script."
+    more = _more_commands(path.rpartition(" ")[2])
+    hint = f" {more}" if more else hint
     said = error.format_message()
     end = "" if said.endswith((".", "?")) else "."
     typer.secho(f"totalreduce: {said}{end}{hint} `{path} -h` shows the options", fg="red", err=True)
 
 
 def _build_for(words: Sequence[str]) -> typer.Typer:
-    if words and words[0] in COMMANDS:
-        return build(words[:1])
+    for name in (".".join(words[:2]), *words[:1]):
+        if name in COMMANDS:
+            return build([name])
     return build(()) if words == ["--version"] else build()
 
 

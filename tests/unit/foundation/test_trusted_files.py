@@ -11,8 +11,6 @@ import hostile
 import pytest
 import torch
 
-from totalreduce.bench.kept import KeptResults
-from totalreduce.bench.plan_machines import Calibration, read_calibration, read_machines, write_calibration
 from totalreduce.cli.demo_setup import read_text
 from totalreduce.cli.report import write_text
 from totalreduce.coordination.config import CoordinationConfig
@@ -25,9 +23,11 @@ from totalreduce.native.tuning import read_settings, write_settings
 from totalreduce.observe.board import Board
 from totalreduce.observe.merge import merged_trace
 from totalreduce.observe.reporting import open_report
+from totalreduce.planning.machines import Calibration, read_calibration, read_machines, write_calibration
 from totalreduce.recovery.snapshots import Snapshots
 from totalreduce.schedules.select import LinkModel
 from totalreduce.transports.tls import TlsCredentials
+from totalreduce_benchmarks.kept import KeptResults
 
 #: What decides whose code is run, where, and who may take part: nobody else may have written it.
 TRUSTED = {

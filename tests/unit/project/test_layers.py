@@ -10,9 +10,12 @@ import pytest
 from torch.utils._device import _device_constructors
 
 import totalreduce
+import totalreduce_benchmarks
 
-ROOT = Path(totalreduce.__path__[0])
-FILES = sorted(ROOT.rglob("*.py"))
+ROOT, BENCHMARKS = Path(totalreduce.__path__[0]), Path(totalreduce_benchmarks.__path__[0])
+FILES = [*sorted(ROOT.rglob("*.py")), *sorted(BENCHMARKS.rglob("*.py"))]
+#: Folders whose files are programs of their own, and what only programs use.
+PROGRAMS = ("cli/", "bench/", "planning/", "benchmarks/")
 #: Who carries exchanges out and measures them, and the thread that does it beside the backward pass.
 SPARSE_DRIVERS = {"auto.py", "c10d_driver.py", "group_driver.py", "rounds.py", "worker.py"}
 PURE = [
@@ -24,8 +27,8 @@ PURE = [
     *(path for path in (ROOT / "server").glob("*.py") if path.name not in ("connection.py", "messenger.py")),
     ROOT / "transports" / "simulated.py",
     ROOT / "transports" / "simulated_hosts.py",
-    ROOT / "bench" / "plan_simulation.py",
-    ROOT / "bench" / "plan_traffic.py",
+    ROOT / "planning" / "simulation.py",
+    ROOT / "planning" / "traffic.py",
     ROOT / "testing" / "simulation.py",
 ]
 IMPURE_MODULES = {"asyncio", "concurrent", "multiprocessing", "select", "selectors", "socket", "threading", "time"}
@@ -36,7 +39,7 @@ PICKLING = {"launch/called.py", "launch/functions.py", "recovery/snapshot_index.
 
 
 def name(path: Path) -> str:
-    return str(path.relative_to(ROOT))
+    return f"benchmarks/{path.name}" if path.is_relative_to(BENCHMARKS) else str(path.relative_to(ROOT))
 
 
 @functools.cache
@@ -83,7 +86,7 @@ def test_engine_and_schedules_know_no_tensor_library() -> None:
 def test_only_one_file_reads_the_environment() -> None:
     readers = {name(path) for path in FILES if uses(path, "os", {"environ", "getenv", "putenv", "environb"})}
     # What starts processes hands the environment on; it takes no setting from it.
-    handing_on = {reader for reader in readers if reader.startswith(("launch/", "cli/", "bench/"))}
+    handing_on = {reader for reader in readers if reader.startswith(("launch/", *PROGRAMS))}
     assert readers - handing_on == {"foundation/environment.py"}
 
 
@@ -107,7 +110,7 @@ def test_a_transport_knows_no_collective() -> None:
 
 def test_files_with_threads_are_known() -> None:
     threaded = {name(path) for path in FILES if uses(path, "threading", {"Thread"})}
-    of_the_library = {file for file in threaded if not file.startswith(("launch/", "cli/", "testing/", "bench/"))}
+    of_the_library = {file for file in threaded if not file.startswith(("launch/", "testing/", *PROGRAMS))}
     assert of_the_library == {
         "runner/runner.py",
         "native/executor.py",
@@ -182,8 +185,8 @@ def test_calls_that_follow_a_default_are_found(code: str, follows: bool) -> None
     assert bool(calls_that_follow_a_default(list(ast.walk(ast.parse(code))))) == follows
 
 
-#: All files but those of ``bench/`` and ``cli/``: these are programs of their own, which set no default.
-IN_PROGRAMS_OF_USERS = [path for path in FILES if not name(path).startswith(("bench/", "cli/"))]
+#: All files but those of programs, which set no default.
+IN_PROGRAMS_OF_USERS = [path for path in FILES if not name(path).startswith(PROGRAMS)]
 
 
 def test_no_tensor_of_the_library_follows_the_default_device_or_dtype_of_the_program() -> None:
@@ -198,7 +201,8 @@ PAGE = (ROOT.parents[1] / "ARCHITECTURE.md").read_text()
 
 def test_the_table_of_floors_has_the_order_that_is_enforced() -> None:
     contracts = tomllib.loads((ROOT.parents[1] / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    [layers] = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
+    [[benchmarks, *layers]] = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
+    assert benchmarks == "totalreduce_benchmarks"
     rows = re.findall(r"^\| `(\w+)/` \|", PAGE, re.MULTILINE)
     assert rows == [layer.removeprefix("totalreduce.") for layer in reversed(layers)]
 
@@ -209,10 +213,9 @@ METHODS_MAX, ATTRIBUTES_MAX = 30, 15
 #: Larger classes: their methods, their attributes, and the reason. A number may only become smaller.
 LARGE = {
     "bench/collectives.py CollectiveFigure": (0, 16, "a table of figures"),
-    "bench/faults.py FaultsParameters": (5, 16, "the options of a command"),
-    "bench/plan_prediction.py Prediction": (1, 18, "a table of figures"),
-    "bench/sparse.py SparseFigure": (0, 18, "a table of figures"),
-    "bench/training.py TrainPlan": (5, 16, "the options of a command"),
+    "benchmarks/faults.py FaultsParameters": (5, 16, "the options of a command"),
+    "benchmarks/sparse.py SparseFigure": (0, 18, "a table of figures"),
+    "benchmarks/training.py TrainPlan": (5, 16, "the options of a command"),
     "c10d/process_group.py ProcessGroupTotalReduce": (40, 12, "torch calls each method"),
     "engine/counters.py Counters": (0, 19, "a table of figures"),
     "engine/engine.py Engine": (43, 20, "events and the steps of an operation's life"),
@@ -225,6 +228,7 @@ LARGE = {
     "observe/figures.py RankFigures": (2, 29, "a table of figures"),
     "observe/view.py JobView": (2, 18, "a table of figures"),
     "observe/view.py RankRow": (0, 16, "a table of figures"),
+    "planning/prediction.py Prediction": (1, 18, "a table of figures"),
     "pytorch/buffers.py BufferReducer": (12, 18, "three ways in which buffers travel"),
     "pytorch/deferred.py DeferredUpdates": (17, 16, "weights that are doubtful"),
     "pytorch/local_steps.py LocalSteps": (32, 19, "a step that can be undone, and join"),
