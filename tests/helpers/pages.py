@@ -137,6 +137,20 @@ def table_below(page, heading):
     return [row for row in found if row]
 
 
+def items(page):
+    """The texts of a page's list items as a reader sees them, without the code blocks in them."""
+    found, open_items = [], []
+    for token in tokens(page):
+        if token.type == "list_item_open":
+            open_items.append([])
+            found.append(open_items[-1])
+        elif token.type == "list_item_close":
+            open_items.pop()
+        elif token.type == "inline" and open_items:
+            open_items[-1].append(_text(token))
+    return [" ".join(parts) for parts in found]
+
+
 def links(page):
     """The targets of a page's links and pictures."""
     found = []

@@ -26,5 +26,5 @@ def test_the_trained_weights_come_back(tmp_path: Path, warm_python, arguments, f
 def test_without_a_finally_an_attempt_ends_with_an_error(tmp_path: Path, warm_python) -> None:
     made = Run(tmp_path / "run", 2, "attempts", "--die", program=PROGRAM, on_loss="replace")
     assert made.result.exit_code == 1
-    assert "in a `finally:` (docs/recovery.md)" in "\n".join(made.result.errors)
+    assert "in a `finally:` (docs/recovery-ddp.md)" in "\n".join(made.result.errors)
     assert made.finals == []

@@ -14,7 +14,7 @@ from totalreduce.launch.local import run_workers
 
 PROGRAM = Path(__file__).parent / "programs" / "horovod_elastic.py"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "horovod_elastic.py"
-PAGE = Path(__file__).parents[2] / "docs" / "horovod.md"
+PAGE = Path(__file__).parents[2] / "docs" / "horovod-elastic.md"
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,8 @@ from totalreduce.launch.local import run_workers
 OTHERS = {
     "docs/tutorial.md": "tests/processes/test_tutorial.py",
     "docs/parameter-server.md": "tests/processes/test_parameter_server_page.py",
-    "docs/horovod.md": "tests/processes/test_horovod_elastic.py",
+    "docs/parameter-server-snapshots.md": "tests/processes/test_parameter_server_page.py",
+    "docs/horovod-elastic.md": "tests/processes/test_horovod_elastic.py",
 }
 PROGRAMS = [program for page in pages() for program in programs(page)]
 #: Run by every rank: the programs of a file, each with names of its own, until one of them fails.
@@ -117,7 +118,7 @@ def test_programs_for_more_ranks(warm_python, folder):
 @pytest.mark.slow
 def test_programs_that_start_workers_themselves(folder):
     chosen = [program for program in PROGRAMS if program.ranks == 1]
-    assert [program.blocks[0].page for program in chosen] == ["docs/launching.md"]
+    assert [program.blocks[0].page for program in chosen] == ["docs/launching-python.md"]
     run(folder, chosen, 1)
 
 
@@ -125,7 +126,7 @@ def test_programs_that_start_workers_themselves(folder):
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_programs_for_root(folder):
     chosen = [program for program in PROGRAMS if program.kind == "needs"]
-    assert [program.blocks[0].page for program in chosen] == ["docs/launching.md"]
+    assert [program.blocks[0].page for program in chosen] == ["docs/launching-hosts.md"]
     run(folder, chosen, 1)
 
 

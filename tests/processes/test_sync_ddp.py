@@ -1,4 +1,4 @@
-"""``tr.sync_ddp``: strategies behind DDP, as frameworks wrap it, each with the lines that docs/torch.md shows."""
+"""``tr.sync_ddp``: strategies behind DDP, as frameworks wrap it, each with the lines that docs/frameworks.md shows."""
 
 import importlib.util
 import json

@@ -31,7 +31,7 @@ class Agent:
         timing = "--rdzv-conf=last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
         options = [f"--nnodes={nnodes}", "--nproc-per-node=2", "--max-restarts=10", "--monitor-interval=0.1"]
         environment = {name: text for name, text in os.environ.items() if not name.startswith(FOREIGN)}
-        # torch 2.13 lets no agent join the first one otherwise (docs/recovery.md).
+        # torch 2.13 lets no agent join the first one otherwise (docs/recovery-batch.md).
         environment |= {"PYTHON_EXEC": python, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
         with log.open("wb") as output:
             command = [sys.executable, "-m", "torch.distributed.run", *options, *rendezvous, timing, str(RESUMABLE)]

@@ -613,7 +613,7 @@ def test_optimizers_that_need_dense_gradients_get_them_in_local_steps() -> None:
 
 
 def test_a_step_that_a_grad_scaler_leaves_out_is_counted() -> None:
-    """The program of docs/strategies.md."""
+    """The program of docs/strategies-replicas.md."""
 
     def body(group: Group) -> tuple[float, int, float]:
         model = Net(torch.float32)

@@ -59,7 +59,7 @@ def attempts(
     An attempt begins when the processes have formed the group, and all have the state of a rank that has taken the most
     steps. If a rank is lost, the attempt ends on the other ranks, without an error, and the next one follows: with a
     new process in place of the lost one (``totalreduce run --on-loss replace``), or without it (``shrink``). Without
-    these options there is one attempt, and a loss is an error. See docs/recovery.md.
+    these options there is one attempt, and a loss is an error. See docs/recovery-ddp.md.
 
     A model that FSDP2 shards is built in each attempt, because ``fully_shard`` binds it to the process group. So
     ``tr.attempts(copies=tr.ShardCopies(...))`` takes no state, and the program passes it to ``attempt.synchronize``.

@@ -55,7 +55,7 @@ def create(options: Any, backend_options: Any, caller: Mapping[str, Any]) -> Pro
         ValueError: ``pg_options``, or contradictory settings.
     """
     if backend_options is not None:
-        raise ConfigurationError("totalreduce takes no pg_options; see TOTALREDUCE_* in docs/launching.md")
+        raise ConfigurationError("totalreduce takes no pg_options; see docs/reference/environment.md")
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     default = dist.distributed_c10d._world.default_pg
     try:

@@ -190,7 +190,7 @@ _SETTINGS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "TOTALREDUCE_BEGIN_RANKS": ("begin_ranks", _ranks),
     "TOTALREDUCE_SERVERS": ("servers", _whole_number(0)),
 }
-#: Every variable of the library; documented in ``docs/launching.md``. ``world.py`` reads those of ranks and hosts.
+#: Every variable of the library (``docs/reference/environment.md``). ``world.py`` reads those of ranks and hosts.
 _KNOWN_NAMES = frozenset(
     (
         *(*_SETTINGS, *_TLS_NAMES, "TOTALREDUCE_DEBUG", SPARE, REMOTE_WORKER),

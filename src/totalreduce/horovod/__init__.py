@@ -5,7 +5,8 @@
 >>> hvd.broadcast_parameters(model.state_dict(), root_rank=0)                           # doctest: +SKIP
 >>> optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())           # doctest: +SKIP
 
-Names, arguments and results are those of ``horovod.torch`` 0.28. ``docs/horovod.md`` lists the differences.
+Names, arguments and results are those of ``horovod.torch`` 0.28. ``docs/reference/horovod-differences.md`` lists the
+differences.
 """
 
 from __future__ import annotations

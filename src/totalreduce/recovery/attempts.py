@@ -431,7 +431,7 @@ class Attempts:
                 f"a rank was lost when the program had changed {said[rank]} since the last commit (rank {rank}), and "
                 "no rank has the weights of its last commit any more. Weights that are put in for a while, such as "
                 "averages for an evaluation, must be taken out if a collective raises an error: put the trained ones "
-                "back in a `finally:` (docs/recovery.md). Start the job again from its last snapshot"
+                "back in a `finally:` (docs/recovery-ddp.md). Start the job again from its last snapshot"
             )
 
 

@@ -92,7 +92,7 @@ def replayed(
     when a new process has come to the same place. Without it the loop runs as usual, and a loss is ``PeerLost``.
 
     Between two checkpoints the program must make the same calls with the same contributions when it is run again, so
-    it must not depend on anything but its data, the state, and the results of calls. See docs/recovery.md.
+    it must not depend on anything but its data, the state, and the results of calls. See docs/recovery-replayed.md.
 
     Args:
         state: The values that outlive the processes. All ranks begin with those of rank 0, but for local values.

@@ -70,7 +70,7 @@ def connect(
     """Begin a parameter server on the ranks of a group, and connect to it. Collective.
 
     If the launcher can replace ranks (``totalreduce run --on-loss``), this forms the group, and the loss of ranks ends
-    nothing as long as each shard has a server that is left. See docs/parameter-server.md.
+    nothing as long as each shard has a server that is left. See docs/parameter-server-losses.md.
 
     Args:
         group: Workers and servers. If other ranks only serve (``totalreduce run --servers``): the workers.
@@ -82,7 +82,7 @@ def connect(
         servers: The ranks that have the values; by default all, or those that only serve, which count on from the
             workers.
         workers: The number of workers, which are the first ranks; by default all ranks of the group are. Others only
-            serve: they may call nothing but ``close``.
+            serve: they may call nothing but ``close``, with a ``timeout_s`` as long as the job.
         shards: The number of parts of the keys; by default as many as servers. With more, those of a lost server are
             spread over several others.
         replicas: The number of servers that hold each shard. With more than one, a push is done when all of them have
@@ -100,7 +100,7 @@ def connect(
     Raises:
         ConfigurationError: A setting is not like that, or the filter of this rank cannot begin.
         PlanMismatchError: The ranks have different settings; on every rank. Or another rank has raised
-            ``ConfigurationError``.
+            ``ConfigurationError``. With ``--on-loss`` it is a ``ConfigurationError`` on the rank that differs.
         RecoveryError: With ``--on-loss``: too few processes have come in time, or all servers of a shard are lost. Or
             ``restore`` has no complete snapshot, or a file of it is damaged; the error names it.
     """

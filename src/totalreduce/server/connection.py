@@ -98,7 +98,7 @@ class Ticket:
         return self._call.staleness
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when all servers have answered.
+        """Return when all servers have answered. A call that has failed is done then, too, and its memory is free.
 
         Args:
             timeout_s: Seconds; ``None``: those of the connection.
@@ -116,7 +116,12 @@ class Ticket:
 @final
 @never_compiled
 class Connection:
-    """A rank that is connected to a parameter server. Made by ``tr.ps.connect``; any thread may call it."""
+    """A rank that is connected to a parameter server. Made by ``tr.ps.connect``; any thread may call it.
+
+    Calls with keys return a ``Ticket`` at once, and several may be under way. What a worker asks of one server is
+    carried out in the order of its calls. As a context manager a connection calls ``close`` at its end, and ``end``
+    after an exception, by which ranks that still need this one get ``PeerLost``.
+    """
 
     def __init__(
         self,
@@ -216,13 +221,15 @@ class Connection:
 
         Args:
             keys: Integers, ascending, each once; or ``slice(a, b)``.
-            values: Of shape (n, width), or (n,) if the width is 1, in the type of the table. A contiguous array that
-                can be written is not copied, unless it has keys of several servers.
+            values: A NumPy array or a torch tensor on the CPU, of shape (n, width), or (n,) if the width is 1, in the
+                type of the table. A contiguous array that can be written is not copied, unless it has keys of several
+                servers. Keys are copied.
             lr: The learning rate of this update; ``None``: that of the optimizer. Where a rule takes the mean
                 of a step, that of the first rank counts.
             held: Servers keep the update until this worker's step ends (``clock``); until then ``withdraw`` takes it
-                back. A server keeps as many bytes of a worker as it has values, or the ``buffer_bytes`` of
-                ``Sequential``; it refuses more. With a codec, all pushes behind it in the step are held, too.
+                back, and no pull sees it. A server keeps as many bytes of a worker as it has values, or the
+                ``buffer_bytes`` of ``Sequential``; it refuses more. With a codec, all pushes behind it in the step are
+                held, too.
             exact: Neither the codec nor the filter has a part in it.
 
         Raises:

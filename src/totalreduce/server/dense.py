@@ -106,7 +106,7 @@ class ParameterServer(SteppingStrategy):
         """Return that servers have the state."""
         return (
             "its servers have state that no other rank has. Leave tr.recoverable out: with --on-loss and replicas=2 "
-            "the servers outlive losses (docs/strategies.md, A parameter server)"
+            "the servers outlive losses (docs/strategies-parameter-server.md)"
         )
 
     def steps(

@@ -100,11 +100,13 @@ class DiLoCo(Strategy):
 
     Attributes:
         period: The number of steps between two exchanges of the same parameters.
-        outer: The outer optimizer.
+        outer: The outer optimizer. With a learning rate of 1 and no momentum the steps are those of ``LocalSGD``.
         fragments: The number of parts of the model, of the same size: ranges of elements, which may begin and end
-            within a tensor. They are exchanged one after the other, at even distances within a period.
+            within a tensor. They are exchanged one after the other, at even distances within a period, so that the
+            network is used evenly and each needs less overlap ("Streaming DiLoCo", 2025).
         overlap: The number of steps that go on while a fragment is exchanged; below ``period``. 0: training waits.
-        mix: With ``overlap`` only: the weight of this rank's own parameters where a result is taken over. Or
+        mix: With ``overlap`` only: the weight of this rank's own parameters where a result is taken over; with 0.5,
+            half of the rank's own steps since the exchange has begun are lost. Or
             ``"progress"``: the rank's own steps since the exchange has begun are added to the common parameters, so
             that no step is lost (Shen et al., "CoCoD-SGD", IJCAI 2019).
         codec: Encodes updates, with error feedback. ``None``: they are sent as they are.

@@ -18,7 +18,7 @@ from totalreduce.sparse.coded import coded_sum
 __all__ = ["ROUNDS", "Pending", "Replica", "RestartableSession", "Strategy", "StrategySession", "mean_of", "plain_mean"]
 
 #: What programs do with a strategy whose state ``tr.recoverable`` cannot keep.
-ROUNDS = "Or train in rounds of tr.attempts (docs/strategies.md, Rounds)"
+ROUNDS = "Or train in rounds of tr.attempts (docs/recovery-strategies.md, Rounds)"
 
 
 class Replica(Protocol):

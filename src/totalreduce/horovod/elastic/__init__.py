@@ -9,7 +9,7 @@
 >>> train(hvd.elastic.TorchState(model, optimizer, epoch=0))                            # doctest: +SKIP
 
 Names and arguments are those of ``horovod.torch.elastic`` 0.28. ``totalreduce run --on-loss replace`` or ``shrink``
-decides what follows the loss of a process. ``docs/horovod.md`` has the differences.
+decides what follows the loss of a process. ``docs/horovod-elastic.md`` has the differences.
 """
 
 from __future__ import annotations
