@@ -186,7 +186,7 @@ class Group(Collectives):
         """
         self.rank, self.world_size, self.ranks = rank, world_size, tuple(range(world_size))
         self.formation, self.formation_settings, self._control = formation, settings, self
-        self._runner.refusal = (
+        self._runner.gate.await_formation(
             "ranks of this job can be replaced (--on-loss), so its group is formed by `with tr.recoverable(...)` or "
             "`with tr.replayed(...)`: move this collective into that context. A process that is started later could "
             "not take part in it here"

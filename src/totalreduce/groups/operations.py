@@ -22,6 +22,7 @@ from totalreduce.foundation.types import successor_name
 from totalreduce.groups import checked
 from totalreduce.groups.calling import call_here, origin_of_call, surroundings
 from totalreduce.groups.checked import CheckedOperation
+from totalreduce.runner.gate import Gate
 from totalreduce.runner.handle import Handle
 from totalreduce.runner.runner import Runner
 from totalreduce.tensors.barriers import Barriers
@@ -78,6 +79,11 @@ class Operations:
         self._num_made: Counter[str] = Counter()  #: By name: how often ``own_name`` was called.
         self._barrier_numbers = itertools.count()
         self._barriers = Barriers()
+
+    @property
+    def gate(self) -> Gate:
+        """Whether operations of this group, and of all groups of the same engine, are taken at present."""
+        return self.runner.gate
 
     def submit(
         self,

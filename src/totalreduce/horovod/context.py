@@ -286,7 +286,7 @@ class Context:
                 "hvd.init() takes no process sets where ranks can be replaced (--on-loss), because the ranks change: "
                 "add them in the function with @hvd.elastic.run"
             )
-        group.operations.runner.refusal = _NOT_FORMED
+        group.operations.gate.refuse(_NOT_FORMED)
         world = environment.read_world()
         whole = world.local_world_size
         self._locality = Locality(world.local_rank, whole, world.rank // whole, -(-world.world_size // whole), True)

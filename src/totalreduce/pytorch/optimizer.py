@@ -333,7 +333,7 @@ class DistributedOptimizer(OptimizerWrapper):
         self._unfinished: Unfinished | None = None
         self.skipped_steps = 0
         # A group that is not formed yet: what forms it calls ``form_again``, unless it is the strategy itself.
-        if group.formation is None or not group.operations.runner.refusal or self._plans_alone:
+        if group.operations.gate.is_formed or self._plans_alone:
             self._plan_gradients(begins=True)
 
     # -------------------- planning
@@ -556,8 +556,7 @@ class DistributedOptimizer(OptimizerWrapper):
         """Whether the strategy forms the group, and compares what must be equal on all ranks."""
         from totalreduce.pytorch.stepping import SteppingStrategy
 
-        is_unformed = self._group.formation is not None and bool(self._group.operations.runner.refusal)
-        return is_unformed and isinstance(self._settings.strategy, SteppingStrategy)
+        return not self._group.operations.gate.is_formed and isinstance(self._settings.strategy, SteppingStrategy)
 
     def _make_reducers(self) -> list[GradientReducer]:
         """List the reducers, in the order in which they finish. A new kind of reducer is added here."""
@@ -1008,7 +1007,7 @@ class DistributedOptimizer(OptimizerWrapper):
             raise ConfigurationError(self._unfinished.advice)
         if planned and not self._planned:
             raise ConfigurationError(
-                self._group.operations.runner.refusal
+                self._group.operations.gate.reason
                 or "the last plan failed: correct the model and call replan() on every rank"
             )
         if between_rounds and (self._round.in_flight or self._compressed.in_step):

@@ -385,7 +385,7 @@ class Job:
         try:
             takes_step_alone = self._optimizers.have_strategy and not self._optimizers.are_synchronous
             if takes_step_alone and self._kind.label is None:
-                self.group.operations.runner.refusal = _NO_COLLECTIVES
+                self.group.operations.gate.refuse(_NO_COLLECTIVES)
             self.state.keep()
             self._keep_weights()
             self._seed_generators()
@@ -464,7 +464,7 @@ class Job:
                 "times in one block, each time with a part of its batch. To leave a step out, call "
                 "optimizer.zero_grad() on every rank"
             )
-        self.group.operations.runner.refusal = ""
+        self.group.operations.gate.take()
         self._weights.compare()
         self._optimizers.settle(None)
         self._begin_vote()
@@ -492,7 +492,7 @@ class Job:
         """
         self._check_phase()
         self._weights.compare()
-        self.group.operations.runner.refusal = ""
+        self.group.operations.gate.take()
         self._optimizers.settle(name)
 
     def _check_phase(self) -> None:
@@ -545,7 +545,7 @@ class Job:
         elif handles_signals(self._options.snapshots):
             self._agreed = Wish(self._own.vote.end())
         self._phase = _Phase.AFTER_VOTE
-        group.operations.runner.refusal = (
+        group.operations.gate.refuse(
             "collectives are not possible after optimizer.step() in a block of job.step(), which each rank finishes by "
             "itself: move this one before it, or into a block of its own (`for _ in job.once(label):`). So does a "
             "second optimizer.step(): each optimizer has its block (job.parts)"
@@ -553,7 +553,7 @@ class Job:
 
     def _commit(self) -> None:
         """Count a block that has taken effect."""
-        self.group.operations.runner.refusal = ""
+        self.group.operations.gate.take()
         if self._kind.label is None and self.state.steps == 0:
             self.state.check_first_step()
         self.state.count(self._kind.label)
@@ -611,7 +611,7 @@ class Job:
                 self._own.load(own)
 
     def _undo(self) -> None:
-        self.group.operations.runner.refusal = ""
+        self.group.operations.gate.take()
         self._optimizers.undo()
         self._weights.undo(have_stepped=self._optimizers.have_strategy)
         self.state.restore()

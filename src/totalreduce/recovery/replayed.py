@@ -171,7 +171,7 @@ class ReplayedJob:
         assembly = self._assembly = open_assembly(settings, self.rank, self.world_size, given.timeout_s)
         assembly.check_equal("program", f"{self.state.describe()}\n{self._options}")
         assembly.check_equal("settings", given.formation_settings)
-        given.operations.runner.refusal = (
+        given.operations.gate.refuse(
             "in tr.replayed, the group's own collectives are not replayed: call job.allreduce, job.broadcast or "
             "job.allgather"
         )

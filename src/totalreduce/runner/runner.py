@@ -26,7 +26,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Literal, TypeVar, TypeVarTuple, Unpack, final
-from weakref import WeakSet
 
 from totalreduce.engine.any_receives import AnyReceive
 from totalreduce.engine.engine import Engine
@@ -46,6 +45,7 @@ from totalreduce.foundation.forking import HomeProcess, let_go_in_children
 from totalreduce.foundation.header import Frame, Header
 from totalreduce.relay.relay import Relay, RelaySettings
 from totalreduce.runner.endpoint import EngineEndpoint, complete_owners
+from totalreduce.runner.gate import Gate
 from totalreduce.runner.handle import End, Handle
 from totalreduce.runner.meter import Meter
 from totalreduce.runner.turns import Turns
@@ -93,9 +93,7 @@ class Runner:
         self._turns = Turns()
         self._moving = threading.Lock()
         self._stop = False
-        #: Why no operation is taken at present; "" if operations are taken. The barrier is an operation, too.
-        self.refusal = ""
-        self.unrefused: WeakSet[threading.Thread] = WeakSet()  #: Threads whose operations are taken all the same.
+        self.gate = Gate()
         self._sleepers = 0  #: Threads that wait for the network, or are about to: they must be woken.
         self._next_tick = 0.0
         self.meter = Meter()
@@ -128,8 +126,8 @@ class Runner:
 
         Raises what ``Engine.submit`` does. The caller has called ``home.check()``.
         """
-        if self.refusal:
-            self._check_refusal()
+        if self.gate.reason:
+            self.gate.check()
         endpoint = self._endpoint
         try:
             carriage = endpoint.known.find(submission)
@@ -167,10 +165,6 @@ class Runner:
             self._before_raising(failure)
             raise
         return handle
-
-    def _check_refusal(self) -> None:
-        if self.refusal and threading.current_thread() not in self.unrefused:
-            raise ConfigurationError(self.refusal)
 
     def _before_raising(self, failure: BaseException) -> None:
         """Do what must be done before an exception leaves a call of the program.
@@ -217,7 +211,7 @@ class Runner:
         The owner of the receive is a handle, which gets its operation when a message has come.
         """
         self.home.check()
-        self._check_refusal()
+        self.gate.check()
         try:
             with self._lock:
                 self._check_alive()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, final
@@ -31,7 +30,7 @@ class GroupDriver:
             names are different from all others.
         name: Different for each driver of a group.
         beside: Whether the threads that begin actions may do so while the program may call no collective
-            (``Runner.refusal``), because exchanges go on beside its steps.
+            (``runner.gate``), because exchanges go on beside its steps.
     """
 
     def __init__(self, group: Group, name: str, *, beside: bool = False) -> None:
@@ -42,7 +41,7 @@ class GroupDriver:
     def start(self, action: Action, *, channel: int, step: int, priority: int) -> _Started:
         """Begin an action; return at once."""
         if self._beside:
-            self._group.operations.runner.unrefused.add(threading.current_thread())
+            self._group.operations.gate.admit_thread()
         name = f"{channel}.{step}"
         group, rank = self._group, self.rank
         # Blocks are no tensors here: torch releases the GIL in each call, and the communication thread, which the last

@@ -236,7 +236,7 @@ LARGE = {
     "pytorch/reducer.py Reducer": (20, 17, "which ranks have data"),
     "recovery/job.py Job": (38, 16, "the life of blocks and groups"),
     "relay/relay.py Relay": (23, 16, "what of its memory is free"),
-    "runner/runner.py Runner": (32, 18, "how threads end"),
+    "runner/runner.py Runner": (31, 17, "how threads end"),
     "server/client.py Client": (38, 18, "it cuts, encodes, filters, sends and sends again"),
     "server/connection.py Connection": (42, 24, "lists, slices and bounds"),
     "server/dense.py ServerSteps": (37, 26, "who has the optimizer, and the rule"),
