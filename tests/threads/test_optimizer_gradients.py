@@ -21,7 +21,7 @@ from optimizer_cases import (
 from totalreduce.foundation.errors import MissingTensorError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
-from totalreduce.pytorch import buckets
+from totalreduce.pytorch import reducer
 from totalreduce.testing import run_ranks
 
 LAZY_MODES = ["step", "iterations"]  # backward() returns before the gradients are those of all ranks
@@ -383,9 +383,9 @@ def test_both_ways_of_zeroing_gradients(set_to_none: bool, owner: str, overlap: 
 def test_memory_of_gradients_that_will_not_come_again_is_given_back_once(
     monkeypatch: pytest.MonkeyPatch, set_to_none: bool
 ) -> None:
-    """The C library kept that of the first backward pass, as much as the model, beside both tensors of each bucket."""
+    """The C library kept that of the first backward pass, as much as the model, beside the tensors of buckets."""
     calls: list[int] = []
-    monkeypatch.setattr(buckets, "give_back_freed_memory", lambda: calls.append(1))
+    monkeypatch.setattr(reducer, "give_back_freed_memory", lambda: calls.append(1))
 
     def body(group: Group) -> list[int]:
         model = Net()
@@ -397,7 +397,7 @@ def test_memory_of_gradients_that_will_not_come_again_is_given_back_once(
             counts.append(len(calls))
         return counts
 
-    assert run_ranks(1, body) == [[0, 0, 0, 0] if set_to_none else [0, 1, 1, 1]]  # all parameters are in one bucket
+    assert run_ranks(1, body) == [[1, 1, 1, 1]]
 
 
 @pytest.mark.parametrize("overlap", MODES)

@@ -16,7 +16,6 @@ import torch
 
 from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
 from totalreduce.pytorch.tail import Tail, TailLayout
-from totalreduce.tensors.freed import give_back_freed_memory
 from totalreduce.tensors.modes import outside_inference_mode, version_of
 from totalreduce.tensors.work import Work
 
@@ -364,10 +363,6 @@ class Bucket:
             targets.append(memory.slots[position])
             sources.append(grad.detach())
         if overlaps:
-            if self._spare is None:
-                # From now on the gradients are in the bucket. Those of the first backward pass, which the program has
-                # freed, are not needed again, and the second flat tensor would come on top of them.
-                give_back_freed_memory()
             self._memory, self._spare = self._spare or self._make(), memory
             memory = self._memory
             targets = [slot for slot, grad in zip(memory.slots, self.local, strict=True) if grad is not None]

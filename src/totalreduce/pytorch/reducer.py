@@ -30,6 +30,7 @@ from totalreduce.pytorch.buckets import Bucket, BucketSpec, ParameterSpec, WireF
 from totalreduce.pytorch.deferred import Update
 from totalreduce.pytorch.round import BucketReadiness, GradientReducer
 from totalreduce.tensors.compilation import never_compiled
+from totalreduce.tensors.freed import give_back_freed_memory
 from totalreduce.tensors.work import Work
 
 __all__ = ["Arithmetic", "ChangeWatch", "Reducer"]
@@ -279,6 +280,10 @@ class Reducer(GradientReducer):
                 for parameter, gradient in zip(bucket.parameters, bucket.reduced(), strict=True):
                     parameter.grad = gradient
             bucket.release()
+        if self.round == 1:
+            # The gradients of the first backward pass are free now, and the construction of the model and the first
+            # forward pass have freed memory between them, which later passes do not use.
+            give_back_freed_memory()
 
     def take(self, index: int) -> list[Update]:
         """Wait for one bucket of a closed round; return the updates that its gradients make. Errors as of ``wait``."""
