@@ -22,7 +22,7 @@ from totalreduce.bench.report import Report, Table
 from totalreduce.foundation import checks, environment
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.os_errors import describe_error
-from totalreduce.launch.local import EmulateOptions, RecoveryOptions, RunResult, run_workers
+from totalreduce.launch.local import RecoveryOptions, RunResult, run_workers
 from totalreduce_benchmarks.faults_injector import HUNG_S, Injected, Injector, Schedule
 from totalreduce_benchmarks.faults_job import RunningJob
 from totalreduce_benchmarks.faults_kinds import KINDS, FaultPlan
@@ -325,15 +325,10 @@ def _finals(folder: Path) -> list[Final]:
 
 def _run(setting: Setting, config: Path, recovery: RecoveryOptions | None) -> RunResult:
     """Run the job; without ``recovery`` no rank is replaced."""
-    emulate = None
-    if setting.hosts:
-        emulate = EmulateOptions(
-            num_hosts=setting.hosts, rate=setting.rate, ranks_per_host=setting.ranks // setting.hosts
-        )
     return run_workers(
         [sys.executable, "-m", _WORKER, str(config)],
         num_workers=setting.ranks,
-        emulate=emulate,
+        emulate=setting.emulate,
         environment=_environment(),
         output="capture",
         recovery=recovery,

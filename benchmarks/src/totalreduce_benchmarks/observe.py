@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import json
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -17,20 +15,16 @@ from typing import Annotated, final
 import typer
 
 from totalreduce.bench.command import benchmark
-from totalreduce.bench.launching import Setting, require_success
+from totalreduce.bench.launching import Setting, run_benchmark
 from totalreduce.bench.machine import describe_machine
-from totalreduce.bench.records import from_document, to_document
 from totalreduce.bench.report import Report, Table, duration, times
 from totalreduce.bench.sampling import Estimate, estimate, ratio_estimate
-from totalreduce.foundation import environment
 from totalreduce.launch.live import LiveJob
-from totalreduce.launch.local import EmulateOptions, run_workers
 from totalreduce.observe.dashboard import Dashboard
 
 __all__ = ["OBSERVED", "ObserveConfig", "ObserveSamples", "bench_observe", "summarise"]
 
 _WORKER = "totalreduce_benchmarks.observe_worker"
-_LIMIT_S = 3600.0
 #: This file is in the folder of the run while blocks of observed steps run.
 OBSERVED = "observed"
 _LOOK_S = 0.02
@@ -54,7 +48,7 @@ class ObserveConfig:
     """What the workers do.
 
     Attributes:
-        folder: Where they write their samples, and where ``OBSERVED`` is.
+        folder: Where ``OBSERVED`` is.
         board: The folder of the job.
         blocks: The number of blocks of either kind.
         block_s: The seconds of a block, about.
@@ -154,29 +148,13 @@ def bench_observe(setting: Setting, parameters: ObserveParameters) -> Report:
 
 def _run(setting: Setting, parameters: ObserveParameters) -> list[ObserveSamples]:
     """Run the workers beside a dashboard; return the samples by rank."""
-    emulate = None
-    if setting.hosts:
-        per_host = setting.ranks // setting.hosts
-        emulate = EmulateOptions(num_hosts=setting.hosts, rate=setting.rate, ranks_per_host=per_host)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="totalreduce-observe-")))
         live = stack.enter_context(LiveJob())
         live.begin("bench-observe", [_WORKER], setting.ranks)
         config = ObserveConfig(str(folder), str(live.board.path), **asdict(parameters))
-        path = folder / "config.json"
-        path.write_text(json.dumps(to_document(config)), encoding="utf-8")
         stack.enter_context(_Pages(stack.enter_context(Dashboard(live.board)), folder / OBSERVED))
-        outcome = run_workers(
-            [sys.executable, "-m", _WORKER, str(path)],
-            num_workers=setting.ranks,
-            emulate=emulate,
-            environment=environment.current(),
-            output="capture",
-            timeout_s=_LIMIT_S,
-        )
-        require_success(outcome, "the training job")
-        paths = [folder / f"rank-{rank}.json" for rank in range(setting.ranks)]
-        return [from_document(ObserveSamples, json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+        return run_benchmark(_WORKER, config, setting, ObserveSamples).ranks
 
 
 @final

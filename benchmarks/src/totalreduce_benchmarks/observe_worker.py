@@ -1,13 +1,7 @@
-"""One rank of ``bench observe``: blocks of training steps whose figures are written, and others, in turn.
-
-Run as ``python -m totalreduce_benchmarks.observe_worker CONFIG``; the file CONFIG has ``ObserveConfig`` as JSON. Rank r
-writes ``rank-r.json`` (an ``ObserveSamples``).
-"""
+"""One rank of ``bench observe``: blocks of training steps whose figures are written, and others, in turn."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from pathlib import Path
 
@@ -15,8 +9,6 @@ import torch
 from torch import nn
 
 import totalreduce as tr
-from totalreduce.bench.records import from_document, to_document
-from totalreduce.foundation import environment
 from totalreduce.observe.publisher import Publisher
 from totalreduce.runner.meter import Meter
 from totalreduce_benchmarks.observe import OBSERVED, ObserveConfig, ObserveSamples
@@ -26,14 +18,14 @@ _LAYERS = 6
 _COUNTED = 20_000
 
 
-def measure(config: ObserveConfig) -> ObserveSamples:
+def measure(parameters: ObserveConfig) -> ObserveSamples:
     """Run both kinds of blocks in turn."""
     group = tr.init()
     torch.manual_seed(1)
-    layers = [layer for _ in range(_LAYERS) for layer in (nn.Linear(config.width, config.width), nn.ReLU())]
+    layers = [layer for _ in range(_LAYERS) for layer in (nn.Linear(parameters.width, parameters.width), nn.ReLU())]
     model = nn.Sequential(*layers)
     optimizer = tr.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-4), model, group=group)
-    inputs = torch.randn(config.batch, config.width)
+    inputs = torch.randn(parameters.batch, parameters.width)
 
     def run(steps: int) -> tuple[float, float]:
         """Return the time of a step, and the processor time."""
@@ -46,17 +38,17 @@ def measure(config: ObserveConfig) -> ObserveSamples:
         return (time.perf_counter() - begin) / steps, (time.process_time() - cpu_begin) / steps
 
     run(_WARMUP_STEPS)
-    steps = group.broadcast_object(max(2, round(config.block_s / run(_WARMUP_STEPS)[0])))
+    steps = group.broadcast_object(max(2, round(parameters.block_s / run(_WARMUP_STEPS)[0])))
     observed, plain = [], []
     cpu_s, documents = 0.0, 0
-    flag, runner = Path(config.folder) / OBSERVED, group.operations.runner
-    for index in range(config.blocks):
+    flag, runner = Path(parameters.folder) / OBSERVED, group.operations.runner
+    for index in range(parameters.blocks):
         # A B, B A, A B: what one kind of block leaves to the next one cancels out.
         for is_observed in (index % 2 == 0, index % 2 == 1):
             if not is_observed:
                 plain.append(run(steps))
                 continue
-            publisher = Publisher(Path(config.board), group.rank, interval_s=1 / config.per_second)
+            publisher = Publisher(Path(parameters.board), group.rank, interval_s=1 / parameters.per_second)
             if group.rank == 0:
                 flag.touch()
             publisher.follow(runner)
@@ -84,15 +76,3 @@ def _seconds_of_counting() -> float:
         meter.blocked(1e-3)
         meter.end_step()
     return (time.perf_counter() - begin) / _COUNTED
-
-
-def main() -> None:
-    """Measure, and write the samples."""
-    config = from_document(ObserveConfig, json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
-    samples = measure(config)
-    path = Path(config.folder) / f"rank-{environment.read_world().rank}.json"
-    path.write_text(json.dumps(to_document(samples)), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Annotated
 
 import typer
 
 from totalreduce.bench.command import benchmark, split_names
-from totalreduce.bench.launching import Setting, require_success
+from totalreduce.bench.launching import Setting, run_benchmark
 from totalreduce.bench.machine import describe_machine
-from totalreduce.bench.records import from_document, to_document
 from totalreduce.bench.report import Report, Table, duration, print_progress, size, times
 from totalreduce.bench.sampling import Estimate, estimate, ratio_estimate
-from totalreduce.foundation import checks, environment
+from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.launch.local import EmulateOptions, RecoveryOptions, run_workers
+from totalreduce.launch.local import RecoveryOptions
 
 __all__ = ["Counts", "RecoveryConfig", "RecoverySamples", "StepSeconds", "bench_recovery", "summarise"]
 
 _HAS = ("none", "buffers", "residuals")
 _WORKER = "totalreduce_benchmarks.recovery_worker"
-_LIMIT_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +62,12 @@ class RecoveryConfig:
     """What the workers of one run do.
 
     Attributes:
-        folder: Where they write their samples.
         step_ms: The times of the computation of a step, one after the other.
         has: What each rank has for itself: ``none``, ``buffers`` or ``residuals``.
         steps: The number of timed steps of each kind.
         elements: The number of elements of the model, about.
     """
 
-    folder: str
     step_ms: list[float]
     has: str
     steps: int
@@ -175,8 +167,10 @@ def bench_recovery(setting: Setting, parameters: RecoveryParameters) -> Report:
     and group. Ranks should have a core each.
     """
     figures, raw = [], []
+    recovery = RecoveryOptions(on_loss="shrink" if parameters.on_loss == "shrink" else "replace", restarts=0)
     for has in split_names("--has", parameters.has, _HAS):
-        samples = _run(setting, parameters, has)
+        config = RecoveryConfig(parameters.computations(), has, parameters.steps, parameters.elements)
+        samples = run_benchmark(_WORKER, config, setting, RecoverySamples, recovery=recovery).ranks
         figures += summarise(has, samples)
         raw.append({"has": has, "ranks": samples})
         print_progress(f"recovery: {has}: done")
@@ -198,30 +192,6 @@ def bench_recovery(setting: Setting, parameters: RecoveryParameters) -> Report:
         "Operations, messages, bytes: what a step in a block adds, on the average rank.",
     )
     return Report([table], {**setting.as_document(), **asdict(parameters)}, describe_machine(), figures, raw)
-
-
-def _run(setting: Setting, parameters: RecoveryParameters, has: str) -> list[RecoverySamples]:
-    """Run the workers with one kind of state; return the samples by rank."""
-    emulate = None
-    if setting.hosts:
-        per_host = setting.ranks // setting.hosts
-        emulate = EmulateOptions(num_hosts=setting.hosts, rate=setting.rate, ranks_per_host=per_host)
-    with tempfile.TemporaryDirectory(prefix="totalreduce-recovery-") as name:
-        config = RecoveryConfig(name, parameters.computations(), has, parameters.steps, parameters.elements)
-        path = Path(name) / "config.json"
-        path.write_text(json.dumps(to_document(config)), encoding="utf-8")
-        outcome = run_workers(
-            [sys.executable, "-m", _WORKER, str(path)],
-            num_workers=setting.ranks,
-            emulate=emulate,
-            environment=environment.current(),
-            output="capture",
-            recovery=RecoveryOptions(on_loss="shrink" if parameters.on_loss == "shrink" else "replace", restarts=0),
-            timeout_s=_LIMIT_S,
-        )
-        require_success(outcome, "the training job")
-        paths = [Path(name) / f"rank-{rank}.json" for rank in range(setting.ranks)]
-        return [from_document(RecoverySamples, json.loads(path.read_text(encoding="utf-8"))) for path in paths]
 
 
 def summarise(has: str, ranks: Sequence[RecoverySamples]) -> list[RecoveryFigure]:

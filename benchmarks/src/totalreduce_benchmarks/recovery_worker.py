@@ -1,8 +1,5 @@
 """One rank of ``bench recovery``: steps in blocks of ``tr.recoverable`` and the same steps outside of it, in turn.
 
-Run as ``python -m totalreduce_benchmarks.recovery_worker CONFIG``; the file CONFIG has ``RecoveryConfig`` as JSON. Rank
-r writes ``rank-r.json`` (a ``RecoverySamples``).
-
 The computation of a step is a loop of small matrix products that ends by the clock, so that the time of the computation
 is the same in both kinds of steps. A third of it is in the forward pass, and the rest between the layers of the
 backward pass, where gradients leave.
@@ -11,11 +8,8 @@ backward pass, where gradients leave.
 from __future__ import annotations
 
 import gc
-import json
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -24,8 +18,6 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 import totalreduce as tr
-from totalreduce.bench.records import from_document, to_document
-from totalreduce.foundation import environment
 from totalreduce.pytorch.compression import Compression
 from totalreduce.recovery.assembly import Assembly
 from totalreduce_benchmarks.recovery import Counts, RecoveryConfig, RecoverySamples, StepSeconds
@@ -107,22 +99,22 @@ class _Model(nn.Module):
         return result
 
 
-def measure(config: RecoveryConfig) -> RecoverySamples:
+def measure(parameters: RecoveryConfig) -> RecoverySamples:
     """Run both kinds of steps in turn."""
     group = tr.init()
     torch.manual_seed(1)
     clock = _Clock()
-    width = max(_CLASSES, int((config.elements / _LAYERS) ** 0.5))
-    model = _Model(width, clock, normalises=config.has == "buffers")
+    width = max(_CLASSES, int((parameters.elements / _LAYERS) ** 0.5))
+    model = _Model(width, clock, normalises=parameters.has == "buffers")
     optimizer = tr.DistributedOptimizer(
         torch.optim.AdamW(model.parameters(), lr=1e-4)
-        if config.has != "residuals"
+        if parameters.has != "residuals"
         else torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9),
         model,
         group=group,
-        sync=tr.OkTopk(density=0.01) if config.has == "residuals" else None,
+        sync=tr.OkTopk(density=0.01) if parameters.has == "residuals" else None,
     )
-    num_steps = (len(config.step_ms) * (config.steps + _WARMUP_STEPS) + 2 * _COUNTED_STEPS) * 2
+    num_steps = (len(parameters.step_ms) * (parameters.steps + _WARMUP_STEPS) + 2 * _COUNTED_STEPS) * 2
     points = _Points(width, num_steps * _BATCH * group.world_size)
     sampler = tr.ElasticSampler(points, _BATCH)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer.wrapped, 1_000_000)
@@ -133,13 +125,13 @@ def measure(config: RecoveryConfig) -> RecoverySamples:
         batches = job.batches(DataLoader(points, batch_sampler=sampler))
         steps = _Steps(job, model, optimizer, scheduler, batches, plain)
         rows = []
-        for step_ms in config.step_ms:
+        for step_ms in parameters.step_ms:
             clock.slice_s = step_ms * 1e-3 / (3 * _LAYERS)
             for _ in range(_WARMUP_STEPS):
                 steps.outside()
                 steps.inside()
             seconds = StepSeconds(step_ms, [], [])
-            for index in range(config.steps):
+            for index in range(parameters.steps):
                 # A B, B A, A B: what one kind of step leaves to the next one, a rank that is late, cancels out.
                 for is_inside in (index % 2 == 0, index % 2 == 1):
                     begin = time.perf_counter()
@@ -228,15 +220,3 @@ def _memory(job: tr.Job, model: nn.Module, optimizer: tr.DistributedOptimizer) -
             continue
         pending += gc.get_referents(each)
     return sum(found.values())
-
-
-def main(path: str) -> None:
-    """Measure, and write this rank's samples."""
-    config = from_document(RecoveryConfig, json.loads(Path(path).read_text(encoding="utf-8")))
-    samples = measure(config)
-    rank = environment.read_world().rank
-    Path(config.folder, f"rank-{rank}.json").write_text(json.dumps(to_document(samples)), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -17,7 +17,7 @@ from totalreduce.cli.examples import examples_folder
 from totalreduce.foundation.environment import current
 from totalreduce.foundation.errors import ConfigurationError, TotalReduceError
 from totalreduce.launch.emulate import EmulateOptions, rate_bits_per_s
-from totalreduce.launch.local import run_workers
+from totalreduce.launch.local import RecoveryOptions, run_workers
 from totalreduce.launch.output import Output
 from totalreduce.launch.workers import RunResult
 
@@ -106,6 +106,14 @@ class Setting:
         """Host of every rank: blocks of equal size, as the launcher places them."""
         return tuple(rank * (self.hosts or 1) // self.ranks for rank in range(self.ranks))
 
+    @property
+    def emulate(self) -> EmulateOptions | None:
+        """The emulated hosts for the launcher; ``None`` where there are none."""
+        if not self.hosts:
+            return None
+        per_host = self.ranks // self.hosts
+        return EmulateOptions(num_hosts=self.hosts, rate=self.rate, ranks_per_host=per_host, delay_ms=self.delay_ms)
+
     def refuse_mpi(self, command: str) -> None:
         """Say that a benchmark has no MPI side."""
         if self.mpi_peers:
@@ -146,14 +154,18 @@ class Results(Generic[R]):
         return [{**to_document(rank), "environment": asdict(self.machine)} for rank in self.ranks]
 
 
-def run_benchmark(worker: str, parameters: Any, setting: Setting, kind: type[R]) -> Results[R]:
+def run_benchmark(
+    worker: str, parameters: Any, setting: Setting, kind: type[R], *, recovery: RecoveryOptions | None = None
+) -> Results[R]:
     """Run one benchmark on all ranks.
 
     Args:
-        worker: The full name of the module whose ``measure(context, parameters)`` every rank calls.
+        worker: The full name of the module whose ``measure(context, parameters)`` every rank calls, or
+            ``measure(parameters)``, which makes its group itself.
         parameters: The record that ``measure`` takes.
         setting: The place and the peers.
         kind: The record that ``measure`` returns.
+        recovery: How the launcher replaces lost ranks; ``None``: it does not.
     """
     with tempfile.TemporaryDirectory(prefix="totalreduce-bench-") as name:
         folder = Path(name)
@@ -166,6 +178,7 @@ def run_benchmark(worker: str, parameters: Any, setting: Setting, kind: type[R])
                 setting,
                 # c10d's store warns about hosts without a name, which emulated ones are.
                 environment={"TORCH_CPP_LOG_LEVEL": "ERROR", **current()},
+                recovery=recovery,
             )
         paths = {rank: folder / f"rank{rank}.json" for rank in range(setting.ranks)}
         found = {rank: json.loads(path.read_text()) for rank, path in paths.items() if path.exists()}
@@ -188,21 +201,17 @@ def run_job(
     *,
     environment: Mapping[str, str] | None = None,
     output: Output = "all",
+    recovery: RecoveryOptions | None = None,
     timeout_s: float = _LIMIT_S,
 ) -> RunResult:
     """Run a command on all ranks of a setting, to its end."""
-    emulate = None
-    if setting.hosts:
-        per_host = setting.ranks // setting.hosts
-        emulate = EmulateOptions(
-            num_hosts=setting.hosts, rate=setting.rate, ranks_per_host=per_host, delay_ms=setting.delay_ms
-        )
     outcome = run_workers(
         argv,
         num_workers=setting.ranks,
-        emulate=emulate,
+        emulate=setting.emulate,
         environment=environment,
         output=output,
+        recovery=recovery,
         timeout_s=timeout_s,
     )
     if outcome.interrupted_by is not None:
