@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from totalreduce.sparse.auto import Auto
     from totalreduce.sparse.session import Method
 
 DISTRIBUTIONS = ("normal", "student", "embedding")
@@ -20,16 +21,20 @@ DistributionOption = Annotated[
 ]
 
 
-def make_sync(name: str, density: float) -> Method:
+#: Methods that send no share of the elements.
+_WITHOUT_DENSITY = ("dense", "powersgd", "coded")
+
+
+def make_sync(name: str, density: float, /, **settings: Any) -> Method | Auto:
     """Return the argument of ``DistributedOptimizer(sync=...)``: a method, or ``Auto``."""
     from totalreduce.sparse.auto import Auto
 
-    return Auto(density=density) if name == "auto" else make_method(name, density)
+    return Auto(**{"density": density, **settings}) if name == "auto" else make_method(name, density, **settings)
 
 
-def make_method(name: str, density: float) -> Method:
-    """A method's settings; those that send no share of the elements ignore the density."""
+def make_method(name: str, density: float, /, **settings: Any) -> Method:
+    """Return a method with its settings; those that send no share of the elements ignore the density."""
     from totalreduce.sparse.methods import METHODS
 
-    settings = {} if name in ("dense", "powersgd", "coded") else {"density": density}
-    return METHODS[name](**settings)
+    given = {} if name in _WITHOUT_DENSITY else {"density": density}
+    return METHODS[name](**{**given, **settings})

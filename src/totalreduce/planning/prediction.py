@@ -8,16 +8,23 @@ whose messages cost what those of all ranks would cost by the estimates of the s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, final
 
 from totalreduce.bench.arithmetic import bus_factor
+from totalreduce.bench.methods import make_sync
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import Algorithm, OpKind
 from totalreduce.groups.probe import rounded
-from totalreduce.planning.contestants import parse_settings
+from totalreduce.planning.contestants import (
+    make_strategy,
+    name_of,
+    parse_contestant,
+    parse_settings,
+    strategies,
+)
 from totalreduce.planning.fusion import optimizer_messages
 from totalreduce.planning.machines import Calibration, Machines
 from totalreduce.planning.simulation import Bucket, Dense, Local, Scaling, SimulatedSteps, Sparse, simulate
@@ -45,15 +52,13 @@ _NEEDS_SERVERS = "its workers push to servers, which take steps of their own, an
 #: Strategies that cannot be predicted, and why.
 _UNPREDICTED = {
     "strom": "the bytes that it sends depend on the values of gradients",
-    **dict.fromkeys(("async", "stale_synchronous", "soft_sync", "quorum", "eager"), _NEEDS_SERVERS),
+    **dict.fromkeys(("async", "stale_synchronous", "soft_sync", "quorum", "eager", "parameter_server"), _NEEDS_SERVERS),
 }
 #: PowerSGD multiplies and adds as long as so many selections take, of which a part is for each rank of the factors.
 #: Measured on a matrix of 2,048 rows and columns: ranks 1, 4 and 8 take 2.7, 5.0 and 7.0 times as long as Ok-Topk.
 _POWERSGD_EFFORT, _POWERSGD_EFFORT_OF_RANK = 2.2, 0.6
 #: Sparse methods and strategies are recorded on so many ranks at most: a session's memory is that of a gradient.
 _SESSIONS_MAX = 32
-#: Methods that send no share of the elements.
-_WITHOUT_DENSITY = {"coded", "powersgd"}
 #: Copies of the parameters on a rank: parameters, gradients, buckets, and two of the optimizer.
 _COPIES = 5
 #: Messages that an allreduce of many bytes is cut into, beside those that its schedule counts.
@@ -110,62 +115,46 @@ class Prediction:
         return self.simulated_ranks < self.ranks
 
 
-@dataclass(frozen=True, slots=True)
-class _Contestant:
-    """A contestant as the command line names it: ``diloco:period=50:codec=int8``, or ``dense:ring``."""
-
-    text: str
-    name: str
-    words: tuple[str, ...]
-
-    @classmethod
-    def of(cls, text: str) -> _Contestant:
-        name, *words = text.strip().split(":")
-        return cls(text.strip(), name, tuple(words))
-
-    def settings(self, known: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings; ``known``: those that are given for all contestants."""
-        return {**known, **parse_settings(self.text, self.words)}
-
-
 def check_contestant(text: str, density: float) -> None:
     """Refuse a contestant that cannot be predicted.
 
     Raises:
         ConfigurationError: It is unknown, has unknown settings, or is one that a simulation cannot predict.
     """
-    _kind_of(_Contestant.of(text), density)
+    _kind_of(text, density)
 
 
-def _kind_of(contestant: _Contestant, density: float) -> Any:
-    """Return the sparse method, ``Auto`` or the strategy; ``None`` for dense."""
-    from totalreduce.sparse.auto import Auto
+def _kind_of(text: str, density: float) -> Any:
+    """Return the sparse method, ``Auto`` or the strategy of a contestant; ``None`` for dense."""
     from totalreduce.sparse.methods import METHODS
-    from totalreduce.strategies.strategies import STRATEGIES
 
-    name = contestant.name
+    name, words = name_of(text), _words(text)
     if name in (_DENSE, CENTRAL):
         schedules = [spec.name for spec in specs_of(OpKind.ALLREDUCE)]
-        if len(contestant.words) > (name == _DENSE) or set(contestant.words) - set(schedules):
-            raise ConfigurationError(
-                f"dense has one schedule behind it, of {', '.join(schedules)}: {contestant.text!r}"
-            )
+        if len(words) > (name == _DENSE) or set(words) - set(schedules):
+            raise ConfigurationError(f"dense has one schedule behind it, of {', '.join(schedules)}: {text!r}")
         return None
-    known = dict.fromkeys((_DENSE, CENTRAL, _AUTO, *METHODS, *STRATEGIES))
+    by_name = strategies()
     if name in _UNPREDICTED:
         raise ConfigurationError(
             f"{name!r} cannot be predicted: {_UNPREDICTED[name]}. Measure it with `totalreduce bench strategies "
             f"--methods {name}`"
         )
+    if name in by_name:
+        return make_strategy(parse_contestant(text))
+    known = dict.fromkeys((_DENSE, CENTRAL, _AUTO, *METHODS, *by_name))
     if name not in known:
         can = ", ".join(each for each in known if each not in _UNPREDICTED)
         raise ConfigurationError(f"{name!r} is unknown; plan knows {can}")
-    make = Auto if name == _AUTO else METHODS[name] if name in set(METHODS) else STRATEGIES[name]
-    given = {"density": density} if name in {_AUTO, *METHODS} - _WITHOUT_DENSITY else {}
     try:
-        return make(**contestant.settings(given))
+        return make_sync(name, density, **parse_settings(text, words))
     except TypeError as error:
-        raise ConfigurationError(f"{contestant.text!r}: {error}") from error
+        raise ConfigurationError(f"{text!r}: {error}") from error
+
+
+def _words(text: str) -> list[str]:
+    """Return what stands behind a contestant's name: the settings, or the schedule of ``dense:ring``."""
+    return text.split(":")[1:]
 
 
 @final
@@ -214,7 +203,7 @@ class Planner:
             ConfigurationError: Its bytes follow from the shapes of parameters, which the model does not say; and as
                 for ``check_contestant``.
         """
-        kind = _kind_of(_Contestant.of(text), self._density)
+        kind = _kind_of(text, self._density)
         if getattr(kind, "whole", False) and not all(layer.shapes for layer in self._trace.layers):
             raise ConfigurationError(
                 f"{text!r} cannot be predicted for {self._trace.model}: its bytes follow from the shapes of "
@@ -232,19 +221,18 @@ class Planner:
         self.check(text)
         if ranks % self._machines.ranks_per_host:
             raise ConfigurationError(f"{ranks} ranks do not fill hosts of {self._machines.ranks_per_host} ranks")
-        contestant = _Contestant.of(text)
-        kind = _kind_of(contestant, self._density)
-        if contestant.name == _AUTO:
-            chosen = self._choice_of_auto(contestant, kind, ranks)
-            return replace(self.predict(chosen, ranks), contestant=contestant.text, chosen=chosen)
+        kind = _kind_of(text, self._density)
+        if name_of(text) == _AUTO:
+            chosen = self._choice_of_auto(text, kind, ranks)
+            return replace(self.predict(chosen, ranks), contestant=text, chosen=chosen)
         if kind is None:
-            steps, scaling, schedules = self._dense(contestant, ranks)
+            steps, scaling, schedules = self._dense(text, ranks)
         else:
-            steps, scaling = self._recorded(contestant, kind, ranks)
+            steps, scaling = self._recorded(text, kind, ranks)
             schedules = ()
-        return self._prediction(contestant.text, ranks, steps, scaling, schedules)
+        return self._prediction(text, ranks, steps, scaling, schedules)
 
-    def _choice_of_auto(self, contestant: _Contestant, auto: Auto, ranks: int) -> str:
+    def _choice_of_auto(self, text: str, auto: Auto, ranks: int) -> str:
         """Return what ``tr.Auto`` chooses by the times in which one bucket is exchanged while nothing is computed.
 
         All buckets have about one size, so that one choice is that of all.
@@ -255,19 +243,19 @@ class Planner:
         moment_s = 1e-9
         trial = self.with_trace(Trace(f"a bucket of {size:,} elements", "auto", (Layer(0.0, moment_s, size),)))
         trial._bucket_elements = size
-        trial._progress = lambda text: self._progress(f"{text} ({contestant.text} tries it with one bucket)")
+        trial._progress = lambda what: self._progress(f"{what} ({text} tries it with one bucket)")
         methods = {method.name: method for method in auto.candidates()}
-        texts = {name: ":".join([name, *contestant.words]) for name in methods}
+        texts = {name: ":".join([name, *_words(text)]) for name in methods}
         dense_s = trial.predict(_DENSE, ranks).exchange_s
         sparse_s = [trial.predict(text, ranks).step_s for text in texts.values()]
         choice = decide(size, list(methods.values()), dense_s, sparse_s)
         return _DENSE if choice.method is None else texts[choice.method.name]
 
-    def _dense(self, contestant: _Contestant, ranks: int) -> tuple[SimulatedSteps, Scaling, tuple[str, ...]]:
-        if contestant.name == CENTRAL:
+    def _dense(self, text: str, ranks: int) -> tuple[SimulatedSteps, Scaling, tuple[str, ...]]:
+        if name_of(text) == CENTRAL:
             how = Dense(self._bucket_bytes, kind=OpKind.GATHER)
         else:
-            how = Dense(self._bucket_bytes, contestant.words[0] if contestant.words else Algorithm.AUTO)
+            how = Dense(self._bucket_bytes, next(iter(_words(text)), Algorithm.AUTO))
         elements = [layer.elements for layer in self._trace.layers]
         sizes = [(each.end - each.begin) * ELEMENT_BYTES for each in optimizer_messages(elements, self._bucket_bytes)]
         simulated = self._fitting(ranks, lambda size: _dense_messages(how, sizes, self._hosts(size), self._links))
@@ -281,48 +269,48 @@ class Planner:
             if how.kind is OpKind.ALLREDUCE:
                 how = replace(how, schedule=schedules[0])  # that of all ranks, not the one that fewer would choose
             scaling = _dense_scaling(chosen, sizes, self._hosts(simulated), self._hosts(ranks), self._links)
-        return self._simulate(contestant.text, how, ranks, simulated, scaling), scaling, schedules
+        return self._simulate(text, how, ranks, simulated, scaling), scaling, schedules
 
-    def _recorded(self, contestant: _Contestant, kind: Any, ranks: int) -> tuple[SimulatedSteps, Scaling]:
+    def _recorded(self, text: str, kind: Any, ranks: int) -> tuple[SimulatedSteps, Scaling]:
         """Predict a sparse method or a strategy."""
-        simulated = self._fitting(ranks, lambda size: self._messages_of(contestant, kind, size), most=_SESSIONS_MAX)
+        simulated = self._fitting(ranks, lambda size: self._messages_of(text, kind, size), most=_SESSIONS_MAX)
         scaling = Scaling()
         if simulated < ranks:
-            scripts, fewer = (self._scripts_of(contestant, kind, size) for size in (simulated, max(2, simulated // 2)))
+            scripts, fewer = (self._scripts_of(text, kind, size) for size in (simulated, max(2, simulated // 2)))
             growth = _growth(_sent_blocks(scripts), _sent_blocks(fewer), simulated / max(2, simulated // 2))
             scaling = _recorded_scaling(scripts, growth, self._hosts(simulated), self._hosts(ranks), self._links)
-        how = self._how(contestant, kind, simulated)
-        return self._simulate(contestant.text, how, ranks, simulated, scaling), scaling
+        how = self._how(text, kind, simulated)
+        return self._simulate(text, how, ranks, simulated, scaling), scaling
 
-    def _how(self, contestant: _Contestant, kind: Any, ranks: int) -> Sparse | Local:
+    def _how(self, text: str, kind: Any, ranks: int) -> Sparse | Local:
         from totalreduce.strategies.strategy import Strategy
 
         if isinstance(kind, Strategy):
-            key, period = (contestant.text, ranks), getattr(kind, "period", 1)
+            key, period = (text, ranks), getattr(kind, "period", 1)
             if key not in self._begun:
                 sizes = [layer.elements for layer in self._trace.layers]
                 self._begun[key] = record_strategy(kind, ranks, sizes, 2 * period)
             return Local(period, self._begun[key])
         buckets, effort = self._buckets(whole=kind.whole), _effort(kind)
         for _, shape in buckets:
-            if (contestant.text, ranks, shape) not in self._scripts:
-                self._scripts[contestant.text, ranks, shape] = record_method(kind, ranks, shape)
+            if (text, ranks, shape) not in self._scripts:
+                self._scripts[text, ranks, shape] = record_method(kind, ranks, shape)
         return Sparse(
             [replace(bucket, effort=effort) for bucket, _ in buckets],
-            [self._scripts[contestant.text, ranks, shape] for _, shape in buckets],
+            [self._scripts[text, ranks, shape] for _, shape in buckets],
         )
 
     def _buckets(self, *, whole: bool) -> list[tuple[Bucket, BucketShape]]:
         return _sparse_buckets(self._trace, self._bucket_elements, whole=whole)
 
-    def _scripts_of(self, contestant: _Contestant, kind: Any, ranks: int) -> list[Script]:
+    def _scripts_of(self, text: str, kind: Any, ranks: int) -> list[Script]:
         """Return what all buckets, or all exchanges of two periods, send."""
-        how = self._how(contestant, kind, ranks)
+        how = self._how(text, kind, ranks)
         return list(how.scripts) if isinstance(how, Sparse) else [each.script for each in how.begun]
 
-    def _messages_of(self, contestant: _Contestant, kind: Any, ranks: int) -> float:
+    def _messages_of(self, text: str, kind: Any, ranks: int) -> float:
         """Return the messages of the busiest rank."""
-        return sum(script_totals(script)[0] for script in self._scripts_of(contestant, kind, ranks))
+        return sum(script_totals(script)[0] for script in self._scripts_of(text, kind, ranks))
 
     def _fitting(self, ranks: int, messages: Callable[[int], float], most: int = 1 << 30) -> int:
         """Return the number of ranks to simulate: all, or a power of two of hosts whose messages are not too many."""

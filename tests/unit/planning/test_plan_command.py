@@ -220,6 +220,7 @@ def test_an_epoch_has_a_time_and_a_cost():
         ("dense:rong", "dense has one schedule"),
         ("central:ring", "dense has one schedule"),
         ("async", r"'async' cannot be predicted: its workers push to servers.* --methods async`"),
+        ("parameter_server", r"'parameter_server' cannot be predicted: its workers push to servers"),
         ("strom", r"'strom' cannot be predicted: .*values of gradients.* --methods strom`"),
         ("powersgd", r"'powersgd' cannot be predicted for 2 M parameters: .*shapes.*--script FILE.py:FUNCTION"),
         ("auto:rate=3", "unexpected keyword"),
