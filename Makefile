@@ -66,7 +66,7 @@ warm-tests: $(STAMP)
 
 # The tests of Triton's kernels, in its interpreter. They are one process, which runs beside lint and warm-tests.
 triton-tests: $(TRITON)/.installed warm-kernels
-	$(INTERPRETED) -m "not slow" tests/unit/kernels/test_device_accumulator.py tests/unit/project/test_exports.py
+	$(INTERPRETED) -m "not slow" tests/unit/kernels/test_device_accumulator.py tests/unit/project/test_exports.py tests/processes/test_registration.py
 
 # What is too long for every commit: a thousand simulated seeds, a thousand training steps, faults under load.
 soak: $(STAMP) $(TRITON)/.installed

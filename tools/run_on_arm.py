@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[1]
 TESTS = (
     "tests/unit/fastlane",
     "tests/unit/kernels/test_memory_order.py",
+    "tests/processes/test_memory_order_compiled.py",
     "tests/unit/relay",
     *(f"tests/unit/transports/test_{name}.py" for name in ("liveness", "tcp")),
     *(f"tests/unit/transports/test_shm_{name}.py" for name in ("arena", "life", "messages", "reads", "waiting")),

@@ -2,11 +2,14 @@
 
 import json
 import socket
+import subprocess
+import sys
 import textwrap
 
 import pytest
 
 import totalreduce as tr
+from totalreduce.launch.arrivals import this_process
 
 JOIN = """
 def join():
@@ -330,3 +333,9 @@ def test_the_time_out_ends_the_wait_for_a_rank_that_compiles(fleet):
     assert "the time-out has ended the wait for rank(s) 1 to compile code" in error["text"]
     workers[1].tell()
     assert workers[1].read("join")["error"] == "RendezvousError"
+
+
+def test_a_process_is_itself_and_no_other(warm_python):
+    program = "from totalreduce.launch.arrivals import this_process; print(this_process())"
+    other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert this_process() == this_process() != other.stdout.strip()

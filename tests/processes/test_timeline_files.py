@@ -1,6 +1,8 @@
 """A timeline that cannot be written costs its file and never the job."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -52,3 +54,15 @@ def test_a_rank_that_cannot_write_there_goes_on_without(fleet, tmp_path):
         "totalreduce: rank 1: timeline: cannot make the folder /proc/absent/traces: No such file or directory. "
         "No timeline is recorded on this rank; the job goes on"
     )
+
+
+def test_a_program_that_ends_by_an_exception_leaves_its_file(tmp_path, warm_python):
+    program = (
+        "import sys; from totalreduce.observe import Timeline\n"
+        "t = Timeline(0, sys.argv[1]); t.submitted('w', 0, 0.0, num_bytes=1, priority=0)\n"
+        "raise SystemExit(3)"
+    )
+    target = tmp_path / "t.json"
+    finished = subprocess.run([sys.executable, "-c", program, target], check=False, timeout=60)
+    assert finished.returncode == 3
+    assert "w #0" in {event["name"] for event in json.loads(target.read_text())["traceEvents"] if event["ph"] == "X"}

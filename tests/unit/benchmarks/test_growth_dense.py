@@ -1,9 +1,6 @@
 """``bench growth --dense`` counts what the schedules send; a simulated network card sends one message at a time."""
 
 import gc
-import json
-import subprocess
-import sys
 
 import pytest
 
@@ -45,24 +42,6 @@ def test_exactly_one_schedule_is_chosen():
     figures = [simulate(name, 4) for name in ("ring", "star", "tree", "halving_doubling")]
     assert sum(figure.chosen for figure in figures) == 1
     assert min(figures, key=lambda figure: figure.estimated_s).chosen
-
-
-@pytest.mark.slow
-def test_the_command_prints_and_writes_them(tmp_path):
-    out = tmp_path / "out.json"
-    options = ["--lockstep", "3", "--sizes", "1KiB,300KiB", "--schedules", "ring,tree", "--json", str(out)]
-    found = subprocess.run(
-        [sys.executable, "-m", "totalreduce", "bench", "growth", "--dense", *options],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=100,
-    )
-    assert "dense allreduce by number of ranks" in found.stdout
-    figures = json.loads(out.read_text())["figures"]
-    assert [(figure["ranks"], figure["size"], figure["schedule"]) for figure in figures] == [
-        (3, size, name) for size in (1024, 300 * 1024) for name in ("ring", "tree")
-    ]
 
 
 def test_no_rank_pays_for_a_collection_of_garbage(monkeypatch):

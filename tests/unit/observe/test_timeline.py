@@ -1,8 +1,6 @@
 """The timeline: every fact at its time, spans that nest, a bounded file, ranks laid side by side."""
 
 import json
-import subprocess
-import sys
 from itertools import pairwise
 
 import pytest
@@ -294,18 +292,6 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, caplog):
     observer.close()
     assert warnings_about(caplog, tmp_path / "t.json") == ["RuntimeError: no text. Events lost: 1"]
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("t.json", "old")]
-
-
-def test_a_program_that_ends_by_an_exception_leaves_its_file(tmp_path):
-    program = (
-        "import sys; from totalreduce.observe import Timeline\n"
-        "t = Timeline(0, sys.argv[1]); t.submitted('w', 0, 0.0, num_bytes=1, priority=0)\n"
-        "raise SystemExit(3)"
-    )
-    target = tmp_path / "t.json"
-    finished = subprocess.run([sys.executable, "-c", program, target], check=False, timeout=60)
-    assert finished.returncode == 3
-    assert ("w", "w #0") in spans(load(target))
 
 
 def test_a_full_disk_costs_the_file_and_not_the_job(tmp_path, caplog, small_disk):

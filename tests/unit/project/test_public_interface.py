@@ -1,8 +1,6 @@
 """What users rely on changes only on purpose: public names and signatures, commands and options, variables."""
 
 import re
-import subprocess
-import sys
 
 import public_interface
 import pytest
@@ -13,7 +11,7 @@ import totalreduce.horovod
 import totalreduce.horovod.elastic
 import totalreduce.server
 import totalreduce.testing
-from totalreduce.foundation.environment import _KNOWN_NAMES, words_to_complete
+from totalreduce.foundation.environment import _KNOWN_NAMES
 
 REFERENCE = ROOT / "docs" / "reference"
 #: Names of values, which have no docstring: docs/reference/horovod.md has a table of them.
@@ -61,19 +59,3 @@ def test_every_variable_is_in_the_reference():
     rows = [line for line in (REFERENCE / "environment.md").read_text().splitlines() if line.startswith("| `TOTAL")]
     described = {name for row in rows for name in re.findall(r"`(TOTALREDUCE_\w+)`", row.split("|")[1])}
     assert described == _KNOWN_NAMES
-
-
-def complete(*words, **variables):
-    """What a shell is offered."""
-    variables = {"_TOTALREDUCE_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words), **variables}
-    code = "import sys; sys.argv[0] = 'totalreduce'; from totalreduce.cli.main import main; main()"
-    command = [sys.executable, "-c", f"import os; os.environ.update({variables!r}); {code}"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout.split()
-
-
-def test_shells_complete_commands_and_options():
-    assert complete("totalreduce", "run", "--ho", COMP_CWORD="2") == ["--hosts", "--hosts-file"]
-    assert words_to_complete({"_TOTALREDUCE_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "totalreduce be"}) == [
-        "be"
-    ]
-    assert words_to_complete({"COMP_WORDS": "totalreduce be"}) == []

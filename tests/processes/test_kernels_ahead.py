@@ -1,5 +1,6 @@
 """What is loaded ahead is what the methods call: in a process of its own, where nothing was compiled before."""
 
+import importlib
 import logging
 import os
 import re
@@ -10,7 +11,7 @@ import threading
 import numpy as np
 import pytest
 
-from totalreduce.kernels import ahead, coding, machine_code, merging, quantisation, scattering, selection, updates
+from totalreduce.kernels import COMPILED, ahead, coding, machine_code, merging, selection, updates
 
 SCRIPT = """
 from totalreduce.codecs.codecs import CODECS
@@ -153,7 +154,8 @@ def fails() -> None:
 
 @pytest.mark.parametrize("kind", ["Numba fails", "no folder", "a stopped process has the lock"])
 def test_where_no_kernel_can_be_compiled_all_are_those_of_numpy(folder, monkeypatch, caplog, kind: str) -> None:
-    for module in (coding, merging, quantisation, scattering, selection, updates):
+    for module_name in COMPILED:
+        module = importlib.import_module(f"totalreduce.kernels.{module_name}")
         for name, kernel in list(vars(module).items()):
             if hasattr(kernel, "twin"):
                 monkeypatch.setattr(module, name, kernel)  # is put back after the test
