@@ -12,6 +12,11 @@ import totalreduce as tr
 from totalreduce.launch.local import run_workers
 
 PROGRAM = Path(__file__).parent / "programs" / "sync_ddp.py"
+VALUES = """
+import runpy
+sys.argv = [{program!r}, {backend!r}]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 NEEDS = {"lightning": "pytorch_lightning", "ddp": "torch"}
 
 
@@ -29,6 +34,15 @@ def test_parameters_are_averaged_after_each_period_only(framework):
     for output in result.output:
         # With DDP's own exchange they would never differ; without any, always.
         assert json.loads(output.splitlines()[-1]) == [True, False, True, False]
+
+
+@pytest.mark.parametrize(("backend", "size"), [("totalreduce", 2), pytest.param("gloo", 4, marks=pytest.mark.slow)])
+def test_accumulation_and_a_step_that_overflows_have_the_values_that_are_computed_by_hand(fleet, backend, size):
+    program = str(PROGRAM.with_name("sync_ddp_values.py"))
+    # Two cores and other tests: a process that gets no turn for seconds is not dead.
+    workers = fleet.start(size, VALUES.format(program=program, backend=backend), TOTALREDUCE_PEER_TIMEOUT_S="30")
+    for worker in workers:
+        assert worker.wait(timeout_s=100) == 0, worker.errors()
 
 
 def test_a_model_without_ddp_is_refused():
