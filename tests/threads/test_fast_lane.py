@@ -34,8 +34,13 @@ def on_one_host(world_size, body, **options):
     return run_ranks(world_size, body, transport="shm", hosts=[0] * world_size, **options)
 
 
+def find_lane(group: Group) -> FastLane | None:
+    carriers = group._runner.engine.carrying.carriers
+    return next((carrier for carrier in carriers if isinstance(carrier, FastLane)), None)
+
+
 def lane_of(group: Group) -> FastLane:
-    lane = group._runner._endpoint.lane
+    lane = find_lane(group)
     assert lane is not None
     return lane
 
@@ -222,9 +227,9 @@ def test_large_tensors_are_read_where_they_are(world_size: int, monkeypatch: pyt
 
     def results_of(group: Group) -> list[torch.Tensor]:
         rank, results, sizes = group.rank, [], [300_000 + other for other in range(world_size)]
-        lane = group._runner._endpoint.lane
+        lane = find_lane(group)
         if lane is not None:
-            offer = lane.offer
+            offer = lane.take
 
             def offered(operation):
                 carriage = offer(operation)
@@ -232,7 +237,7 @@ def test_large_tensors_are_read_where_they_are(world_size: int, monkeypatch: pyt
                     staged.append(carriage.words[exchange.SOURCE] >= 0)
                 return carriage
 
-            lane.offer = offered
+            lane.take = offered
         for turn in range(3):
             tensor = values_of(rank, 400_000 + turn, torch.float32)[turn:]
             results.append(group.allreduce(tensor, op=ReduceOp.AVG, name="sum").wait())
@@ -259,7 +264,7 @@ def test_blocks_that_lie_apart_and_memory_that_cannot_be_read_are_staged(monkeyp
     def results_of(group: Group) -> list[torch.Tensor]:
         inputs = [values_of(group.rank + 7 * index, 300_000, torch.float32) for index in range(2)]
         group.reduce_scatter(apart := torch.zeros(300_000), inputs).wait()
-        if group._runner._endpoint.lane is not None:
+        if find_lane(group) is not None:
             # As the system answers for the memory of some devices.
             lane_of(group).boards._reads.can_be_read = lambda *_: False
         tensor = values_of(group.rank, 400_000, torch.float32)
@@ -366,7 +371,7 @@ def test_a_rank_without_room_has_all_ranks_use_messages(method: str, monkeypatch
             if group.rank == turn % 3:
                 time.sleep(0.01)
             assert group.allreduce(tensor, name="w").wait().unique().tolist() == [3.0 * turn]
-        assert not lane_of(group).carried
+        assert not group._runner.engine.carrying.carried
         return messages_of(group) - before
 
     assert all(sent > 0 for sent in on_one_host(3, body))
@@ -459,7 +464,7 @@ def test_closing_fails_what_is_pending() -> None:
         thread.join(20)
         assert not thread.is_alive()
     works = [groups[0].allreduce(torch.ones(size)) for size in (4, 400_000)]
-    assert lane_of(groups[0]).carried
+    assert groups[0]._runner.engine.carrying.carried
     groups[0].close()
     for work in works:
         with pytest.raises(tr.GroupClosed):
@@ -520,7 +525,7 @@ def test_an_announcement_that_no_correct_rank_makes_is_the_loss_of_its_rank(
         tensor = torch.ones(count)
         begin = functools.partial(getattr(group, collective), tensor, name="w")
         if group.rank == 0:
-            lane, offer = lane_of(group), lane_of(group).offer
+            lane, offer = lane_of(group), lane_of(group).take
 
             def lying(operation):
                 carriage = offer(operation)
@@ -534,7 +539,7 @@ def test_an_announcement_that_no_correct_rank_makes_is_the_loss_of_its_rank(
                 lane.announce = lane.advance = lambda *_, **__: exchange.PENDING
                 return carriage
 
-            lane.offer = lying
+            lane.take = lying
             with pytest.raises(tr.PeerLost):
                 begin().wait(timeout_s=20)
             return
@@ -638,8 +643,8 @@ def test_a_barrier_holds_every_rank_and_needs_no_message(world_size: int) -> Non
 
 
 def test_a_barrier_meets_ranks_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = FastLane.offer
-    monkeypatch.setattr(FastLane, "offer", lambda lane, op: None if lane._rank == 1 else original(lane, op))
+    original = FastLane.take
+    monkeypatch.setattr(FastLane, "take", lambda lane, op: None if lane._rank == 1 else original(lane, op))
     arrived: list[int] = []
 
     def body(group: Group) -> None:
@@ -658,7 +663,7 @@ def announced_and_not_read(group: Group, submit: Callable[[], tr.Work]) -> Itera
     """Announce an operation, and read nothing of what the other ranks announce until the end of the context."""
     with group._runner._moving:
         work = submit()
-        (carriage,) = lane_of(group).carried.values()
+        (carriage,) = group._runner.engine.carrying.carried.values()
         lane_of(group).announce(carriage)
         yield work
 
@@ -785,9 +790,9 @@ def test_the_end_of_a_rank_that_has_only_announced_is_no_result(collective: str)
 
 def test_broadcasts_that_the_root_gives_back_hang_no_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
     """By messages a receiver ends before another one has begun: that receiver may be at the broadcast before."""
-    offer, place_of_next = FastLane.offer, FastLane.place_of_next
+    offer, place_of_next = FastLane.take, FastLane.place_of_next
     gives_way: set[int] = set()
-    monkeypatch.setattr(FastLane, "offer", lambda lane, *at: None if lane._rank in gives_way else offer(lane, *at))
+    monkeypatch.setattr(FastLane, "take", lambda lane, *at: None if lane._rank in gives_way else offer(lane, *at))
     monkeypatch.setattr(
         FastLane, "place_of_next", lambda lane, *at: None if lane._rank in gives_way else place_of_next(lane, *at)
     )

@@ -137,7 +137,7 @@ def test_an_exception_in_a_submission_ends_the_group(function):
     functions = {
         "submit": engine.submit,
         "add": engine.table.add,
-        "start": engine._start,
+        "start": engine.start,
         "push": engine.outbox.push,
         "complete_ended": runner._endpoint.complete_ended,
         "look_again": runner._look_again,

@@ -32,14 +32,15 @@ PATIENT = TcpConfig(silence_s=20.0)
 def few_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(early, "PEER_BYTES_MAX", 5 * early.ENTRY_COST)
     monkeypatch.setattr(early, "_HINTS_MAX", 5)
-    offer = FastLane.offer
+    offer = FastLane.take
 
     def offer_some(lane: FastLane, operation: Operation) -> object:
         # A lane takes up to a thousand operations; messages carry the others out, on all ranks.
         is_refused = lane._rank == 0 and operation.name.startswith("order")
-        return offer(lane, operation) if len(lane.carried) < 20 and not is_refused else None
+        num_carried = sum(carriage is not None and not carriage.ended for carriage in lane._entries)
+        return offer(lane, operation) if num_carried < 20 and not is_refused else None
 
-    monkeypatch.setattr(FastLane, "offer", offer_some)
+    monkeypatch.setattr(FastLane, "take", offer_some)
 
 
 def tags(group: Group, order: list[int]) -> Iterator[tuple[torch.Tensor, Work]]:

@@ -10,8 +10,7 @@ to do next:
   that it cannot reach any more, or for whose message ``accept`` or ``delivered`` has raised ``ProtocolError``;
 * a thread takes an addition or a copy with ``computations.take()``, carries it out with
   ``runner.endpoint.carry_out``, and reports its end with ``computed``;
-* the runner calls ``tick`` from time to time; its endpoint calls ``begin_again``, ``adopt``, ``carried``,
-  ``count_carried`` and ``take_back`` for operations in the fast lane.
+* the runner calls ``tick`` from time to time.
 
 This file implements the life cycle of an operation. The engine's parts, one file each, do the rest. Names in italics
 in this table are those of the Total Reduce paper:
@@ -25,8 +24,8 @@ in this table are those of the Total Reduce paper:
                        the operation; ``entries`` does so for control frames
 ``reception``          the memory for received bodies; ``floating`` keeps messages that arrive before their operation is
                        submitted, and ``scratch`` lends temporary buffers
-``carrier``            optional: carries operations out in shared memory instead of by messages (``fastlane``)
-``relaying``           hands large operations over to the transport's relay, if it has one
+``carrying``           gives operations to carriers, which carry them out in place of the engine's messages
+``relaying``           is the carrier by the transport's relay
 ``computations``       the additions and copies of received bytes that can be carried out (*computation list*)
 ``signatures``         the check that all ranks have submitted the same kind, element type, shape, reduction, root
                        and schedule
@@ -60,8 +59,8 @@ submitted it; ``Operation.posted_by`` is the set of these peers.
 
 Invariants (``validate`` checks the parts of them that can be seen in the engine's attributes):
 
-* an operation is in ``table.active`` from ``submit`` or ``adopt`` until it has ended; no two active operations have the
-  same key;
+* an operation is in ``table.active`` from ``submit`` or ``Carrying.adopt`` until it has ended; no two active operations
+  have the same key;
 * the order in which the bytes of a result are combined depends on the schedule alone, never on arrival;
 * no memory is taken for a message before its length has been compared with what is expected or allowed.
 """
@@ -72,7 +71,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from totalreduce.engine.any_receives import AnyReceive, AnyReceives
-from totalreduce.engine.carrier import Carrier
+from totalreduce.engine.carrying import Carrying
 from totalreduce.engine.channels import Channels
 from totalreduce.engine.computations import Computation, ComputationList
 from totalreduce.engine.control import (
@@ -84,13 +83,12 @@ from totalreduce.engine.control import (
     decode_mismatch,
 )
 from totalreduce.engine.counters import Counters
-from totalreduce.engine.early import NO_FRAMES, EarlyRecord, entry_cost
+from totalreduce.engine.early import EarlyRecord, entry_cost
 from totalreduce.engine.entries import Entries
 from totalreduce.engine.floating import FloatingMessage
-from totalreduce.engine.layout import OperationLayout
 from totalreduce.engine.members import Members
 from totalreduce.engine.names import NameRecord, following, preceding
-from totalreduce.engine.operation import Arrival, Carriage, Lane, Operation, State
+from totalreduce.engine.operation import Arrival, Lane, Operation, State
 from totalreduce.engine.outbox import NO_KEY, Outbox, OutgoingMessage, QueuedMessage
 from totalreduce.engine.planner import Planner
 from totalreduce.engine.reception import Delivery, Reception
@@ -112,8 +110,8 @@ from totalreduce.transports.base import Lease
 __all__ = ["Engine"]
 
 _Key = tuple[int, int]
-#: A peer sends these frames about an operation only if the operation is not in the peer's carrier.
-_SENT_WITHOUT_CARRIER = frozenset({Frame.POSTED, Frame.REQUEST, Frame.DESCRIBE})
+#: A peer sends these frames about an operation only if messages carry the operation out there.
+_SENT_WITH_MESSAGES = frozenset({Frame.POSTED, Frame.REQUEST, Frame.DESCRIBE})
 
 
 class Engine:
@@ -124,10 +122,6 @@ class Engine:
         config: The settings.
         counters: What the engine has done so far.
         observers: Objects that are called on every event.
-        carrier: Before the engine queues messages for a submitted operation, it offers the operation to the carrier. It
-            makes no offer if something about the operation has arrived already, or if any rank has departed. ``None``:
-            all operations use messages.
-
     Every other attribute is a part from the list in the module's docstring and has the name given there, except
     ``stalls`` (listed as ``stall``). Parts that only the engine uses begin with an underscore. ``names`` and ``early``
     are attributes of ``Engine.table``, ``floating`` and ``scratch`` of ``Engine.reception``. ``control`` is a module.
@@ -159,7 +153,6 @@ class Engine:
         """
         self.rank, self.config = rank, config
         self.counters = counters = Counters()
-        self.carrier: Carrier | None = None
         self.observers: list[Observer] = observers if observers is not None else []
         share = max(1, config.floating_bytes_max // max(1, world_size - 1))
         self.table = table = OperationTable(counters)
@@ -176,16 +169,20 @@ class Engine:
         self.channels.on_forgotten = self.reception.forget_bodies
         self.reports = Reports(counters, self.observers)
         floating = self.reception.floating
-        self.relaying = Relaying(config, outbox, entries, self.reception, counters)
-        self._rendezvous = Rendezvous(config, table, floating, outbox, entries, counters)
+        self._rendezvous = rendezvous = Rendezvous(config, table, floating, outbox, entries, counters)
+        self.carrying = carrying = Carrying(self, table, members, self.reception, rendezvous, self.observers, counters)
+        self.relaying = Relaying(config, carrying, table, self.planner, outbox, entries, self.reception, counters)
+        carrying.carriers.append(self.relaying)
         self._signatures = signatures = SignatureExchange(rank, table, entries, members, telling, counters)
-        self._any_receives = AnyReceives(table.names, table.early, floating, members.departed)
+        self._any_receives = AnyReceives(
+            rank, table.names, table.early, floating, members.departed, outbox, rendezvous.asking, self.submit
+        )
         self.stalls = StallWatch(rank, config.stall_warning_s, table, outbox, members, signatures, self.reports)
 
     # ------------------------------------------------------------------------------------------------ application
 
-    def submit(self, submission: Submission, now: float, *, owner: Any = None, becoming: bool = False) -> Operation:
-        """Add an operation to ``table``, and give it to the carrier or queue the messages that can be sent at once.
+    def submit(self, submission: Submission, now: float, *, owner: Any = None, matches_next: bool = True) -> Operation:
+        """Add an operation to ``table``, and give it to a carrier or queue the messages that can be sent at once.
 
         The operation that is returned may have ended already.
 
@@ -193,7 +190,8 @@ class Engine:
             submission: The operation.
             now: The time in seconds.
             owner: A value of the caller, which is kept in the operation.
-            becoming: Whether the operation replaces an ``AnyReceive`` whose sender is now known.
+            matches_next: Whether to look for an ``AnyReceive`` that can take the next message of the name. Otherwise
+                the caller does so.
 
         Raises:
             ConfigurationError: The name is in flight already, is too long, or its hash is that of another name; or
@@ -232,7 +230,7 @@ class Engine:
         record.next_iteration = following(key[1])
         if once:
             names.begin_once(record)
-        operation = self._operation(submission, record, key, layout, now, owner)
+        operation = table.make(submission, record, key, layout, now, owner)
         table.add(operation, now)
         for observer in self.observers:
             observer.submitted(operation.name, key[1], now, num_bytes=layout.num_bytes, priority=priority)
@@ -240,119 +238,29 @@ class Engine:
         if early.failure is not None:
             self.reception.drop(self.reception.floating.claim(key))
             self._end(operation, now, _by_own_name(operation, early.failure))
-        else:
-            is_new = early is NO_FRAMES and not members.departed and key not in self.reception.floating
-            if is_new and self.carrier is not None and not self._rendezvous.is_asked(ranks):
-                operation.carriage = self.carrier.offer(operation)
-            if operation.carriage is None:
-                self._start(operation, record, early, now)
+        elif not self.carrying.take(operation, early):
+            self.start(operation, record, early, now)
         # Only point-to-point messages set ``repeats``, and their ``ranks`` are (source, target). A receive has used up
         # one iteration of its name. The source's next message of this name may have arrived already, and a waiting
         # ``AnyReceive`` can take it now. (In a send, ``ranks[0]`` is this rank, from which no ``AnyReceive`` receives.)
-        # With ``becoming``, the caller is ``_become``, and no search is needed: ``_match_any_receives`` goes on to the
-        # next iteration by itself; and if ``receive_any`` finds an announced message, no older ``AnyReceive`` waits for
-        # this name, because it would have taken that message when it was announced.
-        if repeats and not becoming:
-            self._match_any_receives(ranks[0], (record.op_id, record.next_iteration), now)
+        if repeats and matches_next:
+            self._any_receives.match(ranks[0], (record.op_id, record.next_iteration), now)
         return operation
-
-    def begin_again(self, layout: OperationLayout, op_id: int) -> _Key | None:
-        """Reserve the next iteration of a name for an operation that only the carrier knows; return its key.
-
-        Until ``adopt`` is called, the engine counts the operation but has no record of it. It takes messages with this
-        key for messages of an operation that has ended, and discards them; and it cannot fail the operation when a rank
-        is lost. If the operation has not ended, the caller must therefore call ``adopt`` before it calls ``submit``,
-        ``receive_any``, ``close`` or a method for transports.
-
-        Returns ``None`` and changes nothing if the operation must be submitted.
-        """
-        members, table, floating, counters = self.members, self.table, self.reception.floating, self.counters
-        if members.verdict is not None or members.closed or members.departed or self.observers:
-            return None
-        record = table.names.by_id.get(op_id)
-        if record is None:
-            return None
-        key = op_id, record.next_iteration
-        if (
-            record.layout is not layout
-            or (table.active and (op_id, preceding(key[1])) in table.active)
-            or key in table.early.records
-            or self._rendezvous.is_asked(layout.ranks)
-            or (floating.total_bytes and key in floating)
-        ):
-            return None
-        record.next_iteration = following(key[1])
-        counters.operations += 1
-        counters.payload_bytes += layout.num_bytes
-        return key
-
-    def adopt(self, submission: Submission, key: _Key, carriage: Carriage, now: float, *, owner: Any) -> Operation:
-        """Add to ``table`` an operation that the carrier has begun (see ``begin_again``)."""
-        record = self.table.names.get(key[0])
-        assert record is not None
-        assert record.layout is not None
-        operation = self._operation(submission, record, key, record.layout, now, owner)
-        operation.carriage = carriage
-        assert self.carrier is not None
-        self.carrier.adopt(operation, carriage)  # before the table: Ctrl-C may strike between the two
-        self.table.adopt(operation, now)
-        return operation
-
-    def carried(self, operation: Operation, now: float, *, done: bool) -> None:
-        """Record that the carrier has begun to carry an operation out; with ``done``: that it has finished."""
-        if not operation.finished:
-            if operation.state is State.WAITING:
-                self._first_byte(operation, now)
-            if done:
-                if operation.carriage is not None:
-                    self.count_carried(operation.carriage)
-                self._end(operation, now, None)
-
-    def count_carried(self, carriage: Carriage) -> None:
-        """Count the bytes of an operation that the carrier has carried out."""
-        self.counters.bytes_sent += carriage.bytes_sent
-        self.counters.bytes_received += carriage.bytes_received
-
-    def take_back(self, operation: Operation, now: float) -> None:
-        """Take an operation back from the carrier, and carry it out by messages instead.
-
-        Does nothing if all ranks have given the operation to their carriers, which will then finish it.
-        """
-        record = self.table.names.get(operation.key[0])
-        if operation.carriage is not None and record is not None and not operation.finished:
-            assert self.carrier is not None
-            if self.carrier.take_back(operation):
-                operation.carriage = None
-                self._start(operation, record, NO_FRAMES, now)
-
-    def hand_over(self, now: float) -> None:
-        """Hand operations over to the relay (``relaying``)."""
-        taken, refused = self.relaying.hand_over()
-        for operation in taken:
-            if operation.state is State.WAITING:
-                self._first_byte(operation, now)
-        for operation in refused:
-            self._begin(operation, now)
-
-    def relay_ended(self, operation: Operation, now: float) -> None:
-        """Record that the relay has exchanged all messages of an operation."""
-        operation.lanes_left = 0
-        self._end_if_done(operation, now)
 
     def promote(self, operation: Operation, now: float) -> None:
         """Send the messages of an operation before those of operations that are not promoted, here and at its peers.
 
         The peers learn of it by a flag of the messages that leave afterwards. With ``scheduling="fifo"`` the order of
         messages does not change. The runner calls this method when a caller on this rank is blocked on the operation;
-        ``accept`` and ``_start`` call it when a message says that a caller on another rank is blocked.
+        ``accept`` and ``start`` call it when a message says that a caller on another rank is blocked.
         """
         if operation.promoted or operation.finished:
             return
         operation.promoted = True
         self.counters.promotions += 1
         self.outbox.promote(operation)
-        if operation.relayed is not None:
-            operation.relayed.promote()
+        if operation.carriage is not None:
+            operation.carriage.promote()
         for observer in self.observers:
             observer.promoted(operation.name, operation.key[1], now)
 
@@ -370,17 +278,13 @@ class Engine:
             GroupClosed: This rank has closed the group.
         """
         self.members.check_usable()
-        sender = self._any_receives.first_sender(receive)
-        if sender is not None:
-            self._become(receive, sender, now)
+        if self._any_receives.receive(receive, now):
             return
         departed = self.members.departed
         if receive.candidates.keys() <= self.members.silent():
             peer = next(iter(receive.candidates))
             raise PeerLost(peer, departed[peer])
         self._any_receives.add(receive)
-        for peer in self._rendezvous.asking.intersection(receive.candidates):
-            self._ask_sender(peer, self._any_receives.next_key(receive, peer))
 
     def close(self, now: float, *, tell: Collection[int], reason: str = "") -> None:
         """Fail all pending operations, receives and channels, refuse later submissions, and send GOODBYE frames.
@@ -438,7 +342,7 @@ class Engine:
             flags = self._rendezvous.admit(queued)
             if flags is not None:
                 if queued.operation.state is State.WAITING:
-                    self._first_byte(queued.operation, now)
+                    self.first_byte(queued.operation, now)
                 return outbox.data_message(queued, flags)
 
     def message_sent(self, message: OutgoingMessage, now: float) -> None:
@@ -468,7 +372,7 @@ class Engine:
                 step=queued.action.step,
                 num_bytes=num_bytes,
             )
-        self._end_if_done(operation, now)
+        self.end_if_done(operation, now)
 
     # -------------------------------------------------------------------------------------------------- receiving
 
@@ -499,17 +403,9 @@ class Engine:
             self._check_signature(operation, peer, header.signature, now)
             return reception.sink(peer, header)
         if operation.carriage is not None:
-            self.take_back(operation, now)
-        if operation.finished or operation.carriage is not None:
-            return reception.sink(peer, header)
-        if operation.relayed is not None:
-            if not operation.relayed.expects(peer, header.lane, header.step):
-                raise ProtocolError(
-                    f"rank {peer} sent lane {header.lane}, step {header.step} of {operation.name!r} out of turn"
-                )
-            if not header.body_bytes:
-                operation.relayed.receive(peer, header.lane, header.step)
-                return reception.empty(peer, header)
+            delivery = self.carrying.accept(operation, peer, header, now)
+            if delivery is not None:
+                return delivery
         if header.flags & Flag.URGENT:
             self.promote(operation, now)
         if peer not in operation.posted_by:
@@ -518,7 +414,7 @@ class Engine:
             self._rendezvous.posted(operation, peer)
         delivery = reception.receive(peer, header, operation, lease)
         if operation.state is State.WAITING:
-            self._first_byte(operation, now)
+            self.first_byte(operation, now)
         return delivery
 
     def delivered(self, delivery: Delivery, now: float) -> None:
@@ -550,8 +446,8 @@ class Engine:
         if operation.state >= State.DONE:
             arrival.release()
             return
-        if operation.relayed is not None:
-            operation.relayed.receive(peer, header.lane, header.step)
+        if operation.carriage is not None:
+            operation.carriage.receive(peer, header.lane, header.step)
             return
         self._arrived(operation, lane, delivery.index, arrival, peer, header, now)
 
@@ -655,9 +551,9 @@ class Engine:
         """
         self.telling.proceed(now)
         self.channels.tick(now)
-        self.relaying.tick(now, self.table.active)
+        self.carrying.tick(now)
         self.stalls.tick(now)
-        arriving = {delivery.peer for delivery in self.reception.arriving} | self.relaying.arriving()
+        arriving = {delivery.peer for delivery in self.reception.arriving} | self.carrying.arriving()
         for peer in self.members.overdue(now, arriving):
             self.peer_departed(peer, self.members.departed[peer], now)
 
@@ -682,27 +578,12 @@ class Engine:
 
     # --------------------------------------------------------------------------------- the life of an operation
 
-    def _operation(
-        self, submission: Submission, record: NameRecord, key: _Key, layout: OperationLayout, now: float, owner: Any
-    ) -> Operation:
-        """Make the record of an operation."""
-        return Operation(
-            record.shown(key[1], submission.title, submission.place),
-            key,
-            layout,
-            submission.buffers,
-            priority=submission.priority,
-            sequence=self.table.next_sequence(),
-            now=now,
-            owner=owner,
-        )
-
-    def _start(self, operation: Operation, record: NameRecord, early: EarlyRecord, now: float) -> None:
-        """Queue the first messages of an operation, and give it those that have arrived."""
+    def start(self, operation: Operation, record: NameRecord, early: EarlyRecord, now: float) -> None:
+        """Have messages carry an operation out: queue the first ones, and give it those that have arrived."""
         operation.begin_lanes()
         others = None
-        if self.carrier is not None and self.carrier.may_take(operation):
-            # A peer may have given this operation to its carrier. The peer takes the operation back when a message
+        if self.carrying.may_be_taken(operation):
+            # A peer may have given this operation to a carrier that needs no messages, and takes it back when a message
             # about it arrives from this rank. In some schedules this rank must receive before it sends, and both ranks
             # would wait for ever. Therefore this rank sends POSTED to every rank of the operation.
             others = self.members.others(operation.ranks)
@@ -711,20 +592,19 @@ class Engine:
         for peer, theirs in early.described.items():
             self._check_signature(operation, peer, theirs, now)
         self._claim_floating(operation, now)
-        links, is_alone = self.planner.selector.links, self.table.num_active <= 1
-        # The relay reports no messages to observers.
-        if self.observers or not self.relaying.offer(operation, links, is_alone=is_alone):
-            self._begin(operation, now)
+        if not self.carrying.is_wanted(operation):
+            self.begin(operation, now)
         for peer in self.members.silent():
             self._fail_if_needed(operation, peer, now)
 
-    def _begin(self, operation: Operation, now: float) -> None:
-        """Carry out every lane as far as possible."""
+    def begin(self, operation: Operation, now: float) -> None:
+        """Carry out every lane as far as possible without messages of other ranks."""
         if not operation.finished:
             for lane in operation.lanes:
                 self._advance(operation, lane, now)
 
-    def _first_byte(self, operation: Operation, now: float) -> None:
+    def first_byte(self, operation: Operation, now: float) -> None:
+        """Note that the first byte of an operation is on its way, or has arrived."""
         operation.enter(State.MOVING)
         for observer in self.observers:
             observer.first_byte(operation.name, operation.key[1], now)
@@ -749,9 +629,10 @@ class Engine:
                 del lane.arrivals[lane.position]
             lane.position += 1
         operation.lanes_left -= 1
-        self._end_if_done(operation, now)
+        self.end_if_done(operation, now)
 
-    def _end_if_done(self, operation: Operation, now: float) -> None:
+    def end_if_done(self, operation: Operation, now: float) -> None:
+        """End an operation of which all lanes have ended and all messages have left."""
         if operation.lanes_left == 0 and operation.unsent == 0 and operation.state < State.DONE:
             self._end(operation, now, None)
 
@@ -761,16 +642,13 @@ class Engine:
         After a success nothing accesses the tensor. After a failure these may still do so: (a) the transport, with a
         message that it is sending: the runner completes such an operation (``Operation.is_leaving``) only when the
         transport has copied the rest (``Transport.keep_rests``); (b) a thread that is receiving a body; (c) a thread
-        that is moving the operation in the carrier; (d) a thread that is carrying out an addition or a copy. In case
+        that advances the operation in its carrier; (d) a thread that is carrying out an addition or a copy. In case
         (d) the operation is in ``State.FAILING`` and completes when its last computation has ended. So it is while
         other ranks have not been told of the error. If a rank is lost or this rank has closed the group, the operation
         completes at once.
         """
         if operation.carriage is not None:
-            assert self.carrier is not None
-            self.carrier.ended(operation, failed=error is not None)
-        if operation.relayed is not None and error is not None:
-            operation.relayed.fail()
+            self.carrying.end(operation, well=error is None)
         group_goes_on = not self.members.have_ended
         is_told = error is None or self.telling.is_done or not group_goes_on
         self.table.end(operation, error, now, group_goes_on=group_goes_on, is_told=is_told)
@@ -796,18 +674,12 @@ class Engine:
 
         The error names the rank that departed first among those with which messages are still to be exchanged.
         """
-        if not operation.finished and self._needs(operation, peer):
-            departed = self.members.departed
-            first = next(other for other in departed if self._needs(operation, other))
+        departed, unreachable = self.members.departed, self.members.unreachable
+        if not operation.finished and operation.needs(peer, unreachable=peer in unreachable):
+            first = next(other for other in departed if operation.needs(other, unreachable=other in unreachable))
             notice = LossNotice(first, departed[first])
             self.telling.tell(operation.ranks, Frame.LOST, notice.encode(), operation.key, operation)
             self._end(operation, now, notice.error())
-
-    def _needs(self, operation: Operation, peer: int) -> bool:
-        if operation.carriage is None:
-            return operation.needs(peer, unreachable=peer in self.members.unreachable)
-        assert self.carrier is not None
-        return peer in operation.ranks and self.carrier.needs(operation, peer)
 
     def _check_signature(self, operation: Operation, peer: int, theirs: bytes, now: float) -> None:
         """Fail an operation if a peer has submitted a different signature."""
@@ -828,7 +700,7 @@ class Engine:
         for observer in self.observers:
             name = self._signatures.name_of(header.operation)
             observer.floating(name, header.iteration, now, peer=peer, num_bytes=header.body_bytes)
-        self._match_any_receives(peer, key, now)
+        self._any_receives.match(peer, key, now)
         return delivery
 
     def _claim_floating(self, operation: Operation, now: float) -> None:
@@ -848,7 +720,7 @@ class Engine:
                 self.promote(operation, now)
             self._rendezvous.posted(operation, message.peer)
             if operation.state is State.WAITING:
-                self._first_byte(operation, now)
+                self.first_byte(operation, now)
             if message.complete:  # otherwise ``_floating_delivered`` assigns it when the rest of the body has arrived
                 lane.arrivals[index] = Arrival(message.body, message)
                 self._note_received(operation, message.peer, message.header, now)
@@ -897,8 +769,8 @@ class Engine:
 
     def _on_control(self, peer: int, header: Header, body: bytes, now: float) -> None:
         key = (header.operation, header.iteration)
-        if header.frame in _SENT_WITHOUT_CARRIER and key in self.table.active:
-            self.take_back(self.table.active[key], now)
+        if header.frame in _SENT_WITH_MESSAGES and key in self.table.active:
+            self.carrying.give_back(self.table.active[key], now)
         if header.flags & Flag.EAGER:  # the peer has used its allowance of entries
             cost = entry_cost(header.frame, header.body_bytes)
             if self.table.was_submitted(key):
@@ -910,14 +782,14 @@ class Engine:
                 self._rendezvous.on_posted(peer, key)
             case Frame.REQUEST:
                 if self._rendezvous.on_request(peer, key, ended=self._signatures.has_ended):
-                    self._match_any_receives(peer, key, now)
+                    self._any_receives.match(peer, key, now)
             case Frame.CREDIT:
                 self._rendezvous.on_credit(peer, header.operation, header.iteration)
             case Frame.DESCRIBE:
                 error = self._signatures.described(peer, key, header.signature, Description.decode(body, peer))
                 if error is not None:
                     self._end(self.table.active[key], now, error)
-                self._match_any_receives(peer, key, now)
+                self._any_receives.match(peer, key, now)
             case Frame.MISMATCH:
                 self._fail(peer, key, decode_mismatch(body, peer), now)
                 self._signatures.distrust(key)
@@ -937,7 +809,7 @@ class Engine:
                 reply = StatusReply.decode(body, peer)
                 self.stalls.on_reply(peer, key, reply)
                 if reply.submitted:
-                    self._match_any_receives(peer, key, now, is_announced=True)
+                    self._any_receives.match(peer, key, now, is_announced=True)
             case Frame.CHANNEL:
                 self.outbox.check_reads(peer)
                 self.channels.arrived(peer, header.operation, body, last=bool(header.step), now=now)
@@ -961,42 +833,6 @@ class Engine:
             self._end(operation, now, _by_own_name(operation, error))
         elif not self.table.was_submitted(key) and self.table.early.note_failure(peer, key, error):
             self.reception.drop(self.reception.floating.claim(key))
-
-    # -------------------------------------------------------------------------------------- receives from any rank
-
-    def _match_any_receives(self, peer: int, key: _Key, now: float, *, is_announced: bool = False) -> None:
-        """Match a peer's message of operation ``key``, and of the next iterations, with waiting ``AnyReceive`` objects.
-
-        Each receive that gets a message is submitted as an operation. Only messages that have begun to arrive, or
-        that a control frame has announced, are matched. ``is_announced``: the peer has said that it has submitted it.
-        """
-        while (receive := self._any_receives.take(peer, key, is_announced=is_announced)) is not None:
-            self._become(receive, peer, now)
-            key, is_announced = (key[0], following(key[1])), False
-        if peer in self._rendezvous.asking:
-            self._ask_sender(peer, key)
-
-    def _ask_sender(self, peer: int, key: _Key) -> None:
-        """Ask a peer whether it has submitted message ``key``, if an ``AnyReceive`` waits for it.
-
-        This rank keeps no announcements of a peer that is asking (``entries``). If the peer submits the message later,
-        its announcement comes then.
-        """
-        name = self._any_receives.name_of(peer, key)
-        if name is not None:
-            self.outbox.control(peer, Frame.STATUS_REQUEST, key=key, body=StatusRequest(name, 0.0).encode())
-
-    def _become(self, receive: AnyReceive, peer: int, now: float) -> None:
-        submission = Submission(
-            receive.candidates[peer],
-            receive.signature,
-            [receive.buffer],
-            ranks=(peer, self.rank),
-            scope=receive.scope,
-            repeats=True,
-            priority=receive.priority,
-        )
-        self.submit(submission, now, owner=receive.owner, becoming=True)
 
 
 def _by_own_name(operation: Operation, error: MismatchError | PeerLost) -> MismatchError | PeerLost:

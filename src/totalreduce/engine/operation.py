@@ -13,16 +13,16 @@ The engine makes every change of state.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 from totalreduce.engine.layout import OperationLayout, Region
 from totalreduce.foundation.types import DType, Signature
 from totalreduce.schedules.actions import Program
 
-__all__ = ["Arrival", "BodyMemory", "Carriage", "Lane", "Operation", "RelayedOperation", "State"]
+__all__ = ["Arrival", "BodyMemory", "Carriage", "Lane", "Operation", "Progress", "State", "progress_text"]
 
 
 class State(enum.IntEnum):
@@ -60,51 +60,87 @@ class BodyMemory(Protocol):
         """Take the memory back. Called once, when nothing reads the body any more."""
 
 
-class Carriage(Protocol):
-    """What a carrier (``engine.carrier``) keeps of an operation."""
+class Progress(enum.IntEnum):
+    """How far a carrier has come with an operation (``Carriage.advance``)."""
 
-    @property
-    def bytes_sent(self) -> int:
-        """The bytes that the other ranks read of this rank's memory."""
-
-    @property
-    def bytes_received(self) -> int:
-        """The bytes that this rank reads of the other ranks' memory."""
-
-    def progress(self) -> str:
-        """Return the progress of the operation in words."""
+    WAITING = 0
+    """Some rank has not given the operation to its carrier yet."""
+    MOVING = 1
+    """All ranks have given it to their carriers, which carry it out."""
+    DONE = 2
+    """The result is there, and the carrier needs the tensor no more."""
+    REFUSED = 3
+    """Another rank means another operation by the same name: messages must carry it out, and find the difference."""
 
 
-class RelayedOperation(Protocol):
-    """An operation in the relay. Any thread may call all methods but ``expects``, ``receive`` and ``posted``."""
+class Carriage:
+    """What a carrier (``engine.carrying``) keeps of an operation that it has taken. The methods do nothing by default.
 
-    @property
-    def held_back(self) -> Collection[int]:
-        """The peers to which nothing leaves until they have submitted the operation."""
+    They are called under the engine's lock, except ``announce``, ``advance`` and ``has_changed``. ``announce`` and
+    ``advance`` are called by the thread that moves messages.
+
+    Attributes:
+        exchanges_messages: Whether the carrier sends and receives the messages of the schedule. Then it takes the
+            operation at any time, and never gives it back; and a message of it may be half-way out when it fails.
+        bytes_sent: The bytes that other ranks get of this rank, unless the carrier counts them itself.
+        bytes_received: The bytes that this rank gets of other ranks, unless the carrier counts them itself.
+    """
+
+    __slots__ = ()
+    exchanges_messages: ClassVar[bool] = False
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+    def announce(self) -> Progress:
+        """Let the other ranks know that this rank has submitted the operation; as ``advance``."""
+        return self.advance(patient=False)
+
+    def advance(self, *, patient: bool) -> Progress:  # noqa: ARG002  (see the docstring)
+        """Do what can be done for the operation now, or a part of it; return how far it has come.
+
+        ``patient``: a caller is blocked on the operation, so that it may wait for the other ranks for a moment.
+        """
+        return Progress.WAITING
+
+    def has_changed(self) -> bool:
+        """Return whether ``advance`` can do something. Any thread."""
+        return False
 
     def promote(self) -> None:
-        """Send its messages before those of operations that are not promoted."""
+        """Prefer the operation to those that are not promoted."""
+
+    def progress(self) -> str:
+        """Return the progress in words."""
+        return "with a carrier"
+
+    def needs(self, peer: int) -> bool:  # noqa: ARG002
+        """Return whether a peer still has something to do for the operation."""
+        return True
+
+    def end(self) -> None:
+        """Note that the operation has ended well: then before the program can change its tensors."""
+
+    def fail(self) -> None:
+        """Note that the operation has failed: the same."""
+
+    def give_back(self) -> bool:
+        """Give the operation back to the engine, whose messages then carry it out; return whether that is possible.
+
+        It is not if all ranks have given it to their carriers, which will then finish it.
+        """
+        return False
+
+    # The engine calls the following methods only if ``exchanges_messages``.
 
     def posted(self, peer: int) -> None:
         """Let messages leave to a peer that has submitted the operation."""
 
-    def fail(self) -> None:
-        """Receive and send no further message of it. One that is half-way out is sent to its end."""
-
-    def expects(self, peer: int, lane: int, step: int) -> bool:
-        """Return whether the engine may receive a message: the next one of its lane, if it is empty or of a block.
-
-        Only the thread that moves messages may call this, ``receive`` and ``posted``.
-        """
+    def accepts(self, peer: int, lane: int, step: int) -> bool:  # noqa: ARG002
+        """Return whether the engine may receive a message that has arrived: the next one of its lane."""
+        return False
 
     def receive(self, peer: int, lane: int, step: int) -> None:
-        """Note that the engine has received a message that was expected."""
-
-    def num_received(self) -> int:
-        """Return how many messages have come, those before the hand-over included."""
-
-    def needs(self, peer: int) -> bool:
-        """Return whether a message to or from a peer is missing."""
+        """Note that the engine has received a message that was accepted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -160,8 +196,7 @@ class Operation:
         priority: Smaller is more urgent.
         sequence: The position in the order of submission on this rank.
         owner: A value of the caller, which the engine does not read.
-        carriage: What the carrier keeps of the operation; ``None`` if messages carry it out.
-        relayed: The operation in the relay, which has all its messages from then on; ``None`` if the engine has them.
+        carriage: What the carrier that has taken it keeps of it; ``None``: the engine's messages carry it out.
         state: Where the operation is in its life.
         described: Whether this rank has told its neighbours the signature. If not, they conclude it from the previous
             operation of the same name.
@@ -197,7 +232,6 @@ class Operation:
         "priority",
         "promoted",
         "queued",
-        "relayed",
         "sequence",
         "state",
         "submitted_at",
@@ -227,7 +261,6 @@ class Operation:
         self.computing = 0
         self.messages_received = 0
         self.carriage: Carriage | None = None
-        self.relayed: RelayedOperation | None = None
         self.described = False
         self.promoted = False
         self.state = State.WAITING
@@ -258,7 +291,12 @@ class Operation:
     def is_leaving(self) -> bool:
         """Whether messages of an operation that has failed may be half-way out."""
         half_way = any(not message.sent for messages in self.queued.values() for message in messages)
-        return self.error is not None and (half_way or self.relayed is not None)
+        return self.error is not None and (half_way or (self.carriage is not None and self.has_messages))
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether messages of its schedule carry it out, be they the engine's or a carrier's."""
+        return self.carriage is None or self.carriage.exchanges_messages
 
     @property
     def program(self) -> Program:
@@ -279,29 +317,21 @@ class Operation:
         """Return its progress in words."""
         if self.carriage is not None:
             return self.carriage.progress()
-        if self.relayed is not None:
-            self.messages_received = self.relayed.num_received()
-        total = len(self.program.receives) * len(self.lanes)
-        text = f"{self.messages_received} of {total} messages received"
         held = [peer for peer, messages in self.held.items() if messages]
-        if self.relayed is not None:
-            held += self.relayed.held_back
-        if held:
-            text += f", holding messages for rank(s) {', '.join(map(str, sorted(held)))}"
-        return text
+        return progress_text(self.messages_received, len(self.program.receives) * len(self.lanes), held)
 
     def wire_dtype(self, *, partial: bool) -> DType:
         """Return the element type of a segment on the wire."""
         return self.layout.partial_dtype if partial else self.layout.dtype
 
     def needs(self, peer: int, *, unreachable: bool = False) -> bool:
-        """Return whether a message to or from a peer is still missing.
+        """Return whether a message to or from a peer is still missing, or the peer's part in a carrier.
 
         A message that the transport has taken is missing only if the peer is ``unreachable`` and it was not sent.
         """
-        if self.relayed is not None:
+        if self.carriage is not None:
             half_way_out = any(message.taken and not message.sent for message in self.queued.get(peer, ()))
-            return half_way_out or self.relayed.needs(peer)
+            return half_way_out or self.carriage.needs(peer)
         if self.held.get(peer):
             return True
         if any(not (message.sent if unreachable else message.taken) for message in self.queued.get(peer, ())):
@@ -330,3 +360,9 @@ class Operation:
         buffer = self.buffers[region.into]
         assert buffer is not None
         return buffer[region.start : region.stop]
+
+
+def progress_text(received: int, total: int, held: Sequence[int]) -> str:
+    """Return in words how many messages of an operation have come. ``held``: ranks for which messages wait."""
+    text = f"{received} of {total} messages received"
+    return f"{text}, holding messages for rank(s) {', '.join(map(str, sorted(held)))}" if held else text

@@ -1,29 +1,32 @@
 """When a transport's relay gets an operation of which it can carry out the schedule (``relay_plan``).
 
-The engine *offers* an operation to the relay before its first message, if it is of blocks, or if the peers know its
-signature already and no other operation is in flight. Otherwise messages of the engine begin it, and it is handed over
-as soon as its receivers are known to have submitted it, and no message of it is arriving or waiting to be added here.
-From then on the relay has it until it ends: the engine sees no message of it but those that are half-way, and the relay
-reports its end. If it fails, the relay forgets it.
+The relay is a carrier that exchanges the messages of the schedule (``carrying``). It *wants* an operation before the
+first message of it, if it is of blocks, or if the peers know its signature already and no other operation is in flight.
+Otherwise messages of the engine begin it, and the relay takes it as soon as its receivers are known to have submitted
+it, and no message of it is arriving or waiting to be added here. From then on the relay has it until it ends: the
+engine sees no message of it but those that are half-way, and the relay reports its end. If it fails, the relay forgets
+it.
 
 The messages on the wire are those of the engine. So each rank may hand an operation over, at any time, or not at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
+from totalreduce.engine.carrying import Carrier, Carrying
 from totalreduce.engine.counters import Counters
 from totalreduce.engine.entries import Entries
 from totalreduce.engine.floating import floating_cost
-from totalreduce.engine.operation import Operation, RelayedOperation
+from totalreduce.engine.operation import Carriage, Operation
 from totalreduce.engine.outbox import Outbox
+from totalreduce.engine.planner import Planner
 from totalreduce.engine.reception import Reception
 from totalreduce.engine.relay_plan import RelayPlan, plan_of
+from totalreduce.engine.table import OperationTable
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.header import Frame
-from totalreduce.schedules.spec import LinkModel
 
 __all__ = ["Order", "Relay", "RelayTask", "RelayedTraffic", "Relaying"]
 
@@ -31,8 +34,6 @@ __all__ = ["Order", "Relay", "RelayTask", "RelayedTraffic", "Relaying"]
 _ROUND_TRIPS_MIN: Final = 16
 #: After how many seconds the peers of an operation are asked whether they have submitted it.
 _PATIENCE_S: Final = 0.2
-
-_Key = tuple[int, int]
 
 
 class Order(NamedTuple):
@@ -59,7 +60,7 @@ class RelayTask(NamedTuple):
         buffers: The bytes of the operation, as in ``engine.operation``.
         positions: By lane: the index of the next row that receives, and of the next one that sends.
         sums: Unfinished sums that are there already: the number, as in the plan, and the bytes.
-        held_back: Peers to which nothing leaves until they have submitted the operation (``RelayedOperation.posted``).
+        held_back: Peers to which nothing leaves until they have submitted the operation (``Carriage.posted``).
         owner: A value of the user.
     """
 
@@ -96,56 +97,75 @@ class RelayedTraffic(NamedTuple):
 class Relay(Protocol):
     """Moves the messages of large operations (``relay.relay``)."""
 
-    def may_take(self, plan: RelayPlan) -> bool:
-        """Return whether an operation with this plan can be taken now.
+    def prepare_to_take(self, plan: RelayPlan) -> bool:
+        """Prepare to take an operation with this plan; return whether it can be taken now.
 
-        If not, because a message is arriving from a source, the relay sees to it that nothing follows that message.
+        If it cannot, because a message is arriving from a source, the relay sees to it that nothing follows that
+        message.
         """
 
-    def take(self, task: RelayTask) -> RelayedOperation:
+    def take(self, task: RelayTask) -> Carriage:
         """Take an operation that can be taken now, from within ``Relaying.hand_over``."""
 
     def arriving(self) -> set[int]:
         """Return the peers of which a message of an operation is arriving. Any thread."""
 
 
-class Relaying:
-    """Hands operations over to the relay.
+class Relaying(Carrier):
+    """The relay as a carrier.
 
     Attributes:
         relay: The relay of the transport; ``None``: there is none.
         candidates: Operations that may be handed over, and whether messages of the engine have begun them.
     """
 
-    __slots__ = ("_config", "_counters", "_entries", "_outbox", "_reception", "_unasked", "candidates", "relay")
+    __slots__ = (
+        "_carrying",
+        "_config",
+        "_counters",
+        "_entries",
+        "_outbox",
+        "_planner",
+        "_reception",
+        "_table",
+        "_to_be_asked",
+        "candidates",
+        "relay",
+    )
 
     def __init__(
-        self, config: EngineConfig, outbox: Outbox, entries: Entries, reception: Reception, counters: Counters
+        self,
+        config: EngineConfig,
+        carrying: Carrying,
+        table: OperationTable,
+        planner: Planner,
+        outbox: Outbox,
+        entries: Entries,
+        reception: Reception,
+        counters: Counters,
     ) -> None:
         """Begin without a relay."""
-        self._config = config
+        self._config, self._carrying, self._table, self._planner = config, carrying, table, planner
         self._outbox, self._entries, self._reception, self._counters = outbox, entries, reception, counters
         self.relay: Relay | None = None
         self.candidates: dict[Operation, bool] = {}
-        #: Keys of operations that were handed over before all peers were known to have submitted them, oldest first.
-        self._unasked: list[_Key] = []
+        #: Operations that were handed over while some receivers were not known to have submitted them: these receivers.
+        self._to_be_asked: dict[Operation, set[int]] = {}
 
-    def offer(self, operation: Operation, links: LinkModel, *, is_alone: bool) -> bool:
-        """Return whether the relay shall carry an operation out from its first message on.
-
-        If so, ``hand_over`` hands it over, or returns it as one that messages of the engine shall begin. Otherwise they
-        begin it now, and it may be handed over later. ``is_alone``: no other operation is in flight here.
-        """
-        plan = self._plan(operation, links)
+    def wants(self, operation: Operation) -> bool:
+        """See ``Carrier.wants``; an operation that it does not want may be handed over later all the same."""
+        plan = self._plan(operation)
         if plan is None:
             return False
-        # A first message must tell the signature until the neighbours know it. Beside others, an operation is faster
-        # that does not wait to hear of its receiver: the last one of the replayed step of the gpt trace took 4 ms more.
-        # Neither is so of blocks: their sizes often change, and they would not be handed over later.
+        # A first message must tell the signature until the neighbours know it. Besides, an operation that waits to hear
+        # of its receiver is slower if other operations are in flight: the last one of the replayed step of the gpt
+        # trace took 4 ms more. Operations of blocks wait all the same: their sizes, and so their signatures, change
+        # often, and the relay cannot take them later.
+        is_alone = len(self._table.active) == 1
         waits = plan.is_of_blocks or (is_alone and not operation.described)
         # Nothing leaves to a peer before the peer has said that it has submitted the operation. It says so only if it
         # expects more than the eager allowance. Where it takes long until this rank hears of it, that allowance pays.
-        bytes_sent = operation.layout.bytes_to.values()
+        bytes_sent, links = operation.layout.bytes_to.values(), self._planner.selector.links
         if waits and bytes_sent:
             round_trip_bytes = 2 * links.latency_s * links.bytes_per_s
             is_near = _ROUND_TRIPS_MIN * round_trip_bytes <= sum(bytes_sent)
@@ -163,42 +183,35 @@ class Relaying:
         else:
             self.candidates[operation] = True
 
-    def _plan(self, operation: Operation, links: LinkModel) -> RelayPlan | None:
+    def _plan(self, operation: Operation) -> RelayPlan | None:
+        """Return the plan of an operation, made once for its layout; ``None`` if the relay cannot carry it out."""
         layout = operation.layout
         if self.relay is None or not layout.is_bulk or operation.finished:
             return None
         if layout.relay_plan is None:
-            made = plan_of(layout, self._outbox.bulk_peers, self._config, links.bytes_per_s)
-            layout.relay_plan = made or False
+            bytes_per_s = self._planner.selector.links.bytes_per_s
+            layout.relay_plan = plan_of(layout, self._outbox.bulk_peers, self._config, bytes_per_s) or False
         return layout.relay_plan or None
 
-    def hand_over(self) -> tuple[list[Operation], list[Operation]]:
-        """Hand the candidates over that nothing prevents.
-
-        Returns those that the relay has taken; and those that messages of the engine must begin.
-        """
-        taken: list[Operation] = []
-        refused: list[Operation] = []
+    def hand_over(self, now: float) -> None:
+        """Hand the candidates over that nothing prevents, and have the engine begin those that waited for nothing."""
         for operation, is_begun in list(self.candidates.items()):
             plan = operation.layout.relay_plan
             assert isinstance(plan, RelayPlan)
-            if operation.finished:
+            if operation.finished or self._hand_over(operation, plan, now, is_begun=is_begun):
                 del self.candidates[operation]
-            elif self._hand_over(operation, plan, is_begun=is_begun):
-                del self.candidates[operation]
-                taken.append(operation)
             elif not is_begun:
                 self._note_begun(operation, plan)
-                refused.append(operation)
-        return taken, refused
+                self._carrying.leave(operation, now)
 
-    def _hand_over(self, operation: Operation, plan: RelayPlan, *, is_begun: bool) -> bool:
+    def _hand_over(self, operation: Operation, plan: RelayPlan, now: float, *, is_begun: bool) -> bool:
+        """Hand an operation over, if nothing prevents it; return whether the relay has taken it."""
         assert self.relay is not None
         if any(operation.held.values()) or operation.computing:
             return False
         if is_begun and not plan.targets <= operation.posted_by:
             return False
-        if not self.relay.may_take(plan):
+        if not self.relay.prepare_to_take(plan):
             return False
         key = operation.key
         for delivery in self._reception.arriving:
@@ -219,28 +232,28 @@ class Relaying:
         sums = [(plan.sums[place], view) for place, view in operation.accumulators.items()]
         held_back = operation.layout.bytes_to.keys() - operation.posted_by
         task = RelayTask(plan, key, order, operation.buffers, positions, sums, held_back, operation)
-        operation.relayed = self.relay.take(task)
+        carriage = self.relay.take(task)
         if held_back:
-            self._unasked.append(key)
+            self._to_be_asked[operation] = held_back
         operation.lanes_left = len(operation.lanes)  # until the relay reports its end, also of a rank that only sends
         self._outbox.discard(operation)
         operation.unsent = sum(map(len, operation.queued.values()))  # the engine sends these to their end
+        self._carrying.hand(operation, carriage, now)
         return True
 
-    def tick(self, now: float, active: Mapping[_Key, Operation]) -> None:
+    def tick(self, now: float) -> None:
         """Ask the peers of operations that have waited for some time to say that they have submitted them.
 
         A peer that expects another signature, and so perhaps too few bytes to say so by itself, gets a message then,
-        and finds the difference. ``active``: the operations in flight.
+        and finds the difference.
         """
-        waiting = [operation for key in self._unasked if (operation := active.get(key)) and operation.relayed]
-        until = now - _PATIENCE_S
-        self._unasked = [operation.key for operation in waiting if operation.submitted_at > until]
-        due = [operation for operation in waiting if operation.submitted_at <= until]
-        for operation in due:
-            assert operation.relayed is not None
-            for peer in operation.relayed.held_back:
-                self._entries.tell(peer, Frame.REQUEST, operation.key, operation)
+        for operation, peers in list(self._to_be_asked.items()):
+            if operation.finished:
+                del self._to_be_asked[operation]
+            elif operation.submitted_at <= now - _PATIENCE_S:
+                del self._to_be_asked[operation]
+                for peer in peers - operation.posted_by:
+                    self._entries.tell(peer, Frame.REQUEST, operation.key, operation)
 
     def count(self, peer: int, traffic: RelayedTraffic) -> None:
         """Count what the relay has exchanged with a peer."""

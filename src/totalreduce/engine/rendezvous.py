@@ -100,8 +100,8 @@ class Rendezvous:
     def posted(self, operation: Operation, peer: int) -> None:
         """Note that a peer has submitted an operation: messages that were held for it may leave."""
         operation.posted_by.add(peer)
-        if operation.relayed is not None:
-            operation.relayed.posted(peer)
+        if operation.carriage is not None:
+            operation.carriage.posted(peer)
         if self._entries.waiting:
             self._entries.posted(peer, operation.key)
         if operation.held:

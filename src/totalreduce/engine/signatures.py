@@ -103,7 +103,7 @@ class SignatureExchange:
         """
         for operation in operations:
             record = self._table.names.get(operation.key[0])
-            if not operation.described and operation.carriage is None and record is not None:
+            if not operation.described and operation.has_messages and record is not None:
                 self._describe(operation, record)
 
     def _describe(self, operation: Operation, record: NameRecord) -> None:

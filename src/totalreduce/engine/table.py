@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from totalreduce.engine.any_receives import AnyReceive
 from totalreduce.engine.counters import Counters
 from totalreduce.engine.early import EarlyFrames
-from totalreduce.engine.names import NameTable
+from totalreduce.engine.layout import OperationLayout
+from totalreduce.engine.names import NameRecord, NameTable
 from totalreduce.engine.operation import Operation, State
+from totalreduce.engine.submission import Submission
 from totalreduce.foundation.errors import TotalReduceError
 
 __all__ = ["OperationTable"]
@@ -45,10 +48,21 @@ class OperationTable:
         """The number of operations in flight."""
         return len(self.active)
 
-    def next_sequence(self) -> int:
-        """Return the position of the next operation in the order of submission."""
+    def make(
+        self, submission: Submission, record: NameRecord, key: _Key, layout: OperationLayout, now: float, owner: Any
+    ) -> Operation:
+        """Make the record of an operation, which is the next one in the order of submission."""
         self._num_submitted += 1
-        return self._num_submitted - 1
+        return Operation(
+            record.shown(key[1], submission.title, submission.place),
+            key,
+            layout,
+            submission.buffers,
+            priority=submission.priority,
+            sequence=self._num_submitted - 1,
+            now=now,
+            owner=owner,
+        )
 
     def add(self, operation: Operation, now: float) -> None:
         """Take in an operation that was submitted."""

@@ -1,7 +1,7 @@
 """The fast lane of one rank: which operations it takes, what it needs for them, and their progress.
 
 Docs: docs/design/0009-fast-lane.md. The lane has no thread. Under the engine's lock the engine offers operations and
-asks (``engine.carrier``); the thread that moves messages calls ``advance``, one thread at a time.
+asks (``engine.carrying``); the thread that moves messages calls ``advance``, one thread at a time.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Final, final
 
 import numpy as np
 
+from totalreduce.engine.carrying import Carrier
 from totalreduce.engine.layout import OperationLayout
 from totalreduce.engine.names import is_later
-from totalreduce.engine.operation import Operation
+from totalreduce.engine.operation import Carriage, Operation, Progress
 from totalreduce.engine.signatures import ENDS_EARLY
 from totalreduce.fastlane.board import BOARD_BYTES, ENTRIES, PIECES_BYTES_MAX, BoardLayout
 from totalreduce.fastlane.stages import Stages
@@ -29,7 +30,7 @@ from totalreduce.kernels.element_types import FLOAT32, KINDS, REDUCTIONS, SUM, h
 from totalreduce.schedules.actions import Chunking
 from totalreduce.transports.base import Boards
 
-__all__ = ["Carriage", "FastLane"]
+__all__ = ["FastLane", "LaneCarriage"]
 
 #: Operations of which every rank's part is its own block.
 _GATHERINGS: Final = frozenset({OpKind.ALLGATHER, OpKind.BROADCAST})
@@ -213,8 +214,8 @@ class _Plan:
 
 
 @final
-class Carriage:
-    """One operation that the lane has taken (``engine.operation.Carriage``).
+class LaneCarriage(Carriage):
+    """One operation that the lane has taken.
 
     Attributes:
         lane: The lane.
@@ -306,10 +307,58 @@ class Carriage:
         """Whether it has ended and no rank reads its entries and its stage any more."""
         return self.ended and self.is_read
 
-    @property
-    def culprit(self) -> int:
-        """The rank whose announcement is a violation."""
-        return self.ranks[self.words[exchange.CULPRIT]]
+    def announce(self) -> Progress:
+        """Let the other ranks find the operation; end it if it is small and all ranks have announced it."""
+        return self._progress(self.lane.announce(self))
+
+    def advance(self, *, patient: bool) -> Progress:
+        """Do a part of the operation; return how far it has come."""
+        return self._progress(self.lane.advance(self, patient=patient))
+
+    def _progress(self, status: int) -> Progress:
+        """Return the meaning of a result of ``exchange.advance``."""
+        if status == exchange.PENDING:
+            return Progress.MOVING if self.has_begun else Progress.WAITING
+        if status == exchange.VIOLATION:
+            culprit = self.ranks[self.words[exchange.CULPRIT]]
+            self.lane.boards.expel(culprit, "its announcement of an operation in shared memory is not valid")
+            return Progress.WAITING
+        return Progress.DONE if status == exchange.DONE else Progress.REFUSED
+
+    def has_changed(self) -> bool:
+        """Return whether another rank has changed what it has written about the operation."""
+        return bool(self.lane.exchange(exchange.HAS_CHANGED, self.address, 0, 0))
+
+    def give_back(self) -> bool:
+        """Withdraw the announcement, unless all ranks have announced the operation; return whether that was so."""
+        if self.has_begun:
+            return False
+        self.lane.exchange(exchange.WITHDRAW, self.address, 0, 0)
+        self.end()
+        return True
+
+    def needs(self, peer: int) -> bool:
+        """Return whether a peer has not announced the operation, or has not ended its part of it."""
+        if peer not in self.ranks:
+            return False
+        self.lane.exchange(exchange.LOOK, self.address, 0, 0)
+        return not self.lane.exchange(exchange.HAS_ENDED, self.address, self.ranks.index(peer), 0)
+
+    def end(self) -> None:
+        """Note that the operation has ended well, or is given back."""
+        self.ended, self.buffers = True, ()
+        if not self.has_begun:
+            self.given_back = True
+
+    def fail(self) -> None:
+        """Note that the operation has failed.
+
+        Its announcement stays: other ranks may have found it, and must not take its end for a success. They learn of
+        the failure by messages. A mark in it tells those that read the tensor, or what is still staged of it, that it
+        may change from now on.
+        """
+        self.lane.mark_failed(self)
+        self.end()
 
     def progress(self) -> str:
         """Return the progress in words."""
@@ -320,12 +369,11 @@ class Carriage:
 
 
 @final
-class FastLane:
-    """The fast lane of one rank (``engine.carrier.Carrier``).
+class FastLane(Carrier):
+    """The fast lane of one rank (``engine.carrying.Carrier``).
 
     Attributes:
         boards: The memories of this host's ranks.
-        carried: The operations that it has taken and that have not ended, by operation.
         exchange: The compiled function (see ``kernels.exchange``).
     """
 
@@ -335,7 +383,7 @@ class FastLane:
         self._rank, self.boards = rank, boards
         self._board = BoardLayout(boards.board_at)
         self._entries_at = _address_of_memory(boards.memories()[rank]) + self._board.entry(0)
-        self._entries: list[Carriage | None] = [None] * ENTRIES
+        self._entries: list[LaneCarriage | None] = [None] * ENTRIES
         self._stages = Stages()
         #: One operation after the other adds up what it has read from other processes.
         self._fetched = np.empty(PIECES_BYTES_MAX, np.uint8)
@@ -343,14 +391,12 @@ class FastLane:
         self._spins, self._yield_ns = (_SPINS, 0) if has_core else (0, _YIELD_NS)
         #: What ``restart`` writes of ``SPINS``, ``YIELD_NS`` and ``TURNS``: for long operations and for short ones.
         self._begin_with = (0, 0, 0), (self._spins, 0 if has_core else _YIELD_AT_BEGIN_NS, _STEPS)
-        self.carried: dict[Operation, Carriage] = {}
         self._code = exchange.load()  # the function is in its memory
         self.exchange: exchange.Exchange = self._code.function
-        boards.watch(self.has_changed)
 
     # ------------------------------------------------------------------------------------------ under the engine's lock
 
-    def offer(self, operation: Operation) -> Carriage | None:
+    def take(self, operation: Operation) -> LaneCarriage | None:
         """Take an operation if it is of a kind that the lane carries out and an entry, and a stage, are free."""
         plan = self._plan_of(operation.layout)
         if plan is None:
@@ -364,7 +410,7 @@ class FastLane:
             stage = self._free_stage(plan)
             if stage is None:
                 return None
-        carriage = Carriage(self, operation, plan, buffers, number)
+        carriage = LaneCarriage(self, operation, plan, buffers, number)
         words = carriage.words
         key = operation.key[0]
         words[exchange.KEY] = key - (1 << 64) if key >> 63 else key
@@ -374,7 +420,7 @@ class FastLane:
         carriage.write_place(place, buffers)
         if stage is not None:
             self._use_stage(carriage, stage)
-        self._entries[number] = self.carried[operation] = carriage
+        self._entries[number] = carriage
         return carriage
 
     def may_take(self, operation: Operation) -> bool:
@@ -382,41 +428,11 @@ class FastLane:
         layout = operation.layout
         return layout.carried_by is not False and self._takes(layout)
 
-    def take_back(self, operation: Operation) -> bool:
-        """Withdraw the announcement of an operation, unless all ranks have announced it."""
-        carriage = self.carried[operation]
-        if carriage.has_begun:
-            return False
-        self.exchange(exchange.WITHDRAW, carriage.address, 0, 0)
-        self.ended(operation, failed=False)
-        return True
+    def mark_failed(self, carriage: LaneCarriage) -> None:
+        """Let ranks that read the tensor of an operation, or its stage, know that it has failed."""
+        self.exchange(exchange.MARK_FAILED, carriage.address, carriage.iteration, self._entry_of(carriage))
 
-    def needs(self, operation: Operation, peer: int) -> bool:
-        """Return whether a peer has not announced an operation, or has not ended its part of it."""
-        address = self.carried[operation].address
-        self.exchange(exchange.LOOK, address, 0, 0)
-        return not self.exchange(exchange.HAS_ENDED, address, operation.ranks.index(peer), 0)
-
-    def adopt(self, operation: Operation, carriage: Carriage) -> None:
-        """Note the engine's record of an operation that was begun without one."""
-        carriage.operation = operation
-        self.carried[operation] = carriage
-
-    def ended(self, operation: Operation, *, failed: bool) -> None:
-        """Note that an operation has ended.
-
-        The announcement of an operation that has failed stays: other ranks may have found it, and must not take its end
-        for a success. They learn of the failure by messages. A mark in it tells those that read the tensor, or what is
-        still staged of it, that it may change from now on.
-        """
-        carriage = self.carried.pop(operation)
-        if failed:
-            self.exchange(exchange.MARK_FAILED, carriage.address, carriage.iteration, self._entry_of(carriage))
-        carriage.ended, carriage.buffers = True, ()
-        if not carriage.has_begun:
-            carriage.given_back = True
-
-    def has_begun_after(self, carriage: Carriage) -> bool:
+    def has_begun_after(self, carriage: LaneCarriage) -> bool:
         """Return whether all ranks have announced a later operation of the same name.
 
         Without a second entry (``other``) the name may have several operations in flight, so that a later one shows
@@ -432,7 +448,7 @@ class FastLane:
             for user in map(self._entries.__getitem__, _numbers(carriage.operation.key))
         )
 
-    def place_of_next(self, carriage: Carriage, buffers: _Buffers) -> _Place | None:
+    def place_of_next(self, carriage: LaneCarriage, buffers: _Buffers) -> _Place | None:
         """Return where the buffers of the next operation of a name are; ``None`` if that cannot use the carriage."""
         plan = carriage.plan
         if not carriage.ended:
@@ -453,7 +469,7 @@ class FastLane:
             self._use_stage(carriage, stage)
         return place
 
-    def repeat(self, carriage: Carriage, key: tuple[int, int], buffers: _Buffers, place: _Place) -> None:
+    def repeat(self, carriage: LaneCarriage, key: tuple[int, int], buffers: _Buffers, place: _Place) -> None:
         """Use a carriage for the next operation of its name, which ``restart`` announces.
 
         No rank reads the entry, and the half of the stage, of the last operation but one: all ranks have ended that
@@ -472,7 +488,7 @@ class FastLane:
 
     # ---------------------------------------------------------------------------------- the thread that moves messages
 
-    def restart(self, carriage: Carriage) -> int:
+    def restart(self, carriage: LaneCarriage) -> int:
         """As ``announce``, for a carriage of ``repeat``. This thread waits for the end of a small operation."""
         words, _buffers = carriage.words, carriage.buffers  # another thread may end the operation meanwhile
         words[exchange.SPINS], words[exchange.YIELD_NS], words[exchange.TURNS] = self._begin_with[
@@ -483,14 +499,14 @@ class FastLane:
             self._wake(carriage)
         return status
 
-    def announce(self, carriage: Carriage) -> int:
+    def announce(self, carriage: LaneCarriage) -> int:
         """Announce an operation, and end it if it is small and all ranks have announced it.
 
         Returns a result of ``exchange.advance``.
         """
         return self.advance(carriage, patient=False, turns=0)
 
-    def advance(self, carriage: Carriage, *, patient: bool, turns: int = _PIECES_AT_A_TIME) -> int:
+    def advance(self, carriage: LaneCarriage, *, patient: bool, turns: int = _PIECES_AT_A_TIME) -> int:
         """Do what can be done for an operation, or a part of it; return a result of ``exchange.advance``.
 
         Args:
@@ -510,17 +526,11 @@ class FastLane:
             if status != exchange.PENDING or not patient or words[exchange.SEEN] == -1:
                 return status
 
-    def _wake(self, carriage: Carriage) -> None:
+    def _wake(self, carriage: LaneCarriage) -> None:
         wake = carriage.words[exchange.WAKE]
         for index, peer in enumerate(carriage.ranks):
             if wake >> index & 1:
                 self.boards.ring(peer)
-
-    def has_changed(self) -> bool:
-        """Return whether ``advance`` may do something for an operation. Any thread."""
-        return any(
-            self.exchange(exchange.HAS_CHANGED, carriage.address, 0, 0) for carriage in tuple(self.carried.values())
-        )
 
     # -------------------------------------------------------------------------------------------------------- details
 
@@ -561,11 +571,11 @@ class FastLane:
             return False  # the schedule rounds after every addition
         return has_code(dtype, reduction)
 
-    def _entry_of(self, carriage: Carriage) -> int:
+    def _entry_of(self, carriage: LaneCarriage) -> int:
         """Return the address of the entry of an operation."""
         return self._entries_at + carriage.number * exchange.ENTRY_BYTES
 
-    def _free_entry(self, key: tuple[int, int], besides: Carriage | None = None) -> int | None:
+    def _free_entry(self, key: tuple[int, int], besides: LaneCarriage | None = None) -> int | None:
         """Return an entry in which an operation may be announced, but none of ``besides``."""
         if self._entries[_home(key)] is None:
             return _home(key)
@@ -580,7 +590,7 @@ class FastLane:
                 return number
         return None
 
-    def _take_other(self, carriage: Carriage) -> bool:
+    def _take_other(self, carriage: LaneCarriage) -> bool:
         """Give a name a second entry, which it uses in turn with the first one; return whether one is free."""
         other = self._free_entry(carriage.operation.key, besides=carriage)
         if other is None:
@@ -591,7 +601,7 @@ class FastLane:
     def _free_stage(self, plan: _Plan) -> int | None:
         return self._stages.find(plan.stage_classes)
 
-    def _use_stage(self, carriage: Carriage, number: int) -> None:
+    def _use_stage(self, carriage: LaneCarriage, number: int) -> None:
         self._stages.take(number, carriage)
         carriage.words[exchange.STAGE], carriage.other_half = self._board.halves(number)
 

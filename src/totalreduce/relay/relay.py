@@ -15,11 +15,12 @@ import heapq
 import platform
 from array import array
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple, Protocol, final
 
 import numpy as np
 
+from totalreduce.engine.operation import Carriage, progress_text
 from totalreduce.engine.relay_plan import RelayPlan
 from totalreduce.engine.relaying import Order, RelayedTraffic, RelayTask
 from totalreduce.kernels import relay as w
@@ -77,8 +78,8 @@ class RelayUser(Protocol):
 
 
 @final
-class RelayedOperation:
-    """An operation in the relay.
+class RelayedOperation(Carriage):
+    """An operation in the relay. Any thread may call all methods but ``accepts``, ``receive`` and ``posted``.
 
     Attributes:
         task: The operation, as the relay has taken it.
@@ -89,6 +90,8 @@ class RelayedOperation:
         sums: The slots of the unfinished sums that are not kept in the tensor.
         is_removed: Whether the relay has it no more, so that its number and its lanes may be those of another one.
     """
+
+    exchanges_messages = True
 
     def __init__(
         self,
@@ -116,7 +119,7 @@ class RelayedOperation:
         words[self._at + w.BUFFERS] = self._buffers.buffer_info()[0]
 
     @property
-    def held_back(self) -> Collection[int]:
+    def held_back(self) -> Sequence[int]:
         """The peers to which nothing leaves until they have submitted the operation."""
         return tuple(self._held_back)
 
@@ -159,12 +162,12 @@ class RelayedOperation:
                 self._words[w.LANES_AT + self.lanes[lane] * w.LANE_WORDS + w.LEAVES_BY + index] = number
 
     def fail(self) -> None:
-        """Receive and send no further message of it."""
+        """Receive and send no further message of it. One that is half-way out is sent to its end."""
         if not self.is_removed:
             self._words[self._at + w.HAS_FAILED] = 1
             self._failed.append(self)
 
-    def expects(self, peer: int, lane: int, step: int) -> bool:
+    def accepts(self, peer: int, lane: int, step: int) -> bool:
         """Return whether the engine may receive a message: the next one of its lane, if it is empty or of a block."""
         return self._expecting(peer, lane, step) is not None
 
@@ -202,8 +205,11 @@ class RelayedOperation:
 
     def num_received(self) -> int:
         """Return how many messages have come, those before the hand-over included."""
-        actions = (rows[: receives * w.ROW_WORDS : w.ROW_WORDS] for rows, (receives, _) in self._lanes())
-        return sum(action not in (w.SEND, w.NOTHING) for lane in actions for action in lane)
+        return sum(_count_receives(rows[: receives * w.ROW_WORDS]) for rows, (receives, _) in self._lanes())
+
+    def progress(self) -> str:
+        """Return the progress in words."""
+        return progress_text(self.num_received(), sum(map(_count_receives, self.task.plan.rows)), self.held_back)
 
     def needs(self, peer: int) -> bool:
         """Return whether a message to or from a peer is missing."""
@@ -414,8 +420,12 @@ class Relay:
         line = self._lines.get(connection)
         return line is not None and line.writers > 0
 
-    def may_write(self, connection: Connection) -> bool:
-        """Return whether the connection's half may begin a message: one only, if the relay sends by it too."""
+    def take_turn(self, connection: Connection) -> bool:
+        """Begin the turn of the connection's half; return whether it may begin a message now.
+
+        If the relay sends by the connection, too, the half has a turn only where its message is the most urgent one,
+        and the turn is one message.
+        """
         line = self._lines.get(connection)
         if line is None or not line.writers:
             return True
@@ -424,7 +434,7 @@ class Relay:
         return is_turn
 
     def is_rivals_turn(self, connection: Connection) -> bool:
-        """Whether ``may_write`` would return true if a message waits."""
+        """Whether it is the turn of the connection's half: ``take_turn`` returns true if a message waits."""
         line = self._lines.get(connection)
         return line is None or not line.writers or line.is_rivals_turn
 
@@ -444,7 +454,7 @@ class Relay:
         return None if self._port.routes.get(peer) is connection else connection
 
     def _line(self, connection: Connection) -> _Line:
-        """Return what the relay knows of a connection. There is room for it (``may_take``)."""
+        """Return what the relay knows of a connection. There is room for it (``prepare_to_take``)."""
         line, limit = self._lines.get(connection), connection.unsent_limit
         if line is None:
             assert limit is not None
@@ -475,10 +485,10 @@ class Relay:
         """Return whether the function has something to do, or to wait for."""
         return bool(self._operations) or self._needs_attention
 
-    def may_take(self, plan: RelayPlan) -> bool:
-        """Return whether an operation with this plan can be taken now.
+    def prepare_to_take(self, plan: RelayPlan) -> bool:
+        """Prepare to take an operation with this plan; return whether it can be taken now.
 
-        If not, because a message is arriving from a source, nothing is read after that message.
+        If it cannot, because a message is arriving from a source, nothing is read after that message.
         """
         if not self._free_operations or len(self._free_lanes) < len(plan.rows):
             return False
@@ -670,3 +680,8 @@ class Relay:
 def _word(number: int) -> int:
     """Return a number of 64 bits as a signed one."""
     return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def _count_receives(rows: array[int]) -> int:
+    """Return the number of rows that receive."""
+    return sum(action not in (w.SEND, w.NOTHING) for action in rows[:: w.ROW_WORDS])

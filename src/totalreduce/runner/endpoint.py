@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, final
 
 import numpy as np
 
 from totalreduce import kernels
 from totalreduce.engine.any_receives import AnyReceive
+from totalreduce.engine.carrying import Carrier
 from totalreduce.engine.computations import Computation
 from totalreduce.engine.engine import Engine
-from totalreduce.engine.operation import Operation, State
+from totalreduce.engine.operation import Operation, Progress, State
 from totalreduce.engine.outbox import OutgoingMessage
 from totalreduce.engine.reception import Delivery
 from totalreduce.engine.relaying import Order, RelayedTraffic, RelayTask
 from totalreduce.engine.submission import Submission
-from totalreduce.fastlane.lane import Carriage, FastLane
+from totalreduce.fastlane.lane import LaneCarriage
 from totalreduce.foundation.errors import MismatchError
 from totalreduce.foundation.header import Header
 from totalreduce.kernels import exchange
@@ -87,13 +88,12 @@ def _is_withdrawn(message: Outgoing) -> bool:
     return queued is not None and queued.operation.finished
 
 
-def _urgency(carriage: Carriage) -> tuple[bool, int, int]:
-    operation = carriage.operation
+def _urgency(operation: Operation) -> tuple[bool, int, int]:
     return not operation.promoted, operation.priority, operation.sequence
 
 
-def _age(carriage: Carriage) -> int:
-    return carriage.operation.sequence
+def _age(operation: Operation) -> int:
+    return operation.sequence
 
 
 @final
@@ -109,14 +109,14 @@ class EngineEndpoint:
         callers: The threads that submit operations without a name.
         leaving: Operations that have failed while messages of them were half-way out, and until when at most their
             completion waits until the transport reads their memory no more (``keep_rests``).
-        lane: The fast lane, if this host's ranks have one. The thread that moves messages also moves its operations.
     """
 
-    def __init__(self, engine: Engine, lane: FastLane | None = None, *, inline: bool) -> None:
-        self.engine, self.lane, self.inline = engine, lane, inline
-        engine.carrier = lane
+    def __init__(self, engine: Engine, carriers: Iterable[Carrier] = (), *, inline: bool) -> None:
+        """``carriers``: are asked before the relay. The thread that moves messages advances their operations."""
+        self.engine, self.inline = engine, inline
+        engine.carrying.carriers[:0] = carriers
         #: Operations that have begun in the fast lane without a record in the engine.
-        self.unlisted: dict[Carriage, Begun] = {}
+        self.unlisted: dict[LaneCarriage, Begun] = {}
         #: The handle of all operations that had ended well when they were submitted.
         self.ended = Handle()
         self.ended.complete(None)
@@ -157,7 +157,7 @@ class EngineEndpoint:
             self.leaving = [entry for entry in self.leaving if entry not in due]
         return [operation for operation, _ in due]
 
-    def begin(self, submission: Submission, carriage: Carriage, end: End | None) -> Handle | None:
+    def begin(self, submission: Submission, carriage: LaneCarriage, end: End | None) -> Handle | None:
         """Begin an operation in the fast lane; end it if that takes no longer than to let the engine know.
 
         Returns the handle. It is ``ended`` if the operation has ended: then the caller calls ``end``, which may run
@@ -169,7 +169,7 @@ class EngineEndpoint:
             place = lane.place_of_next(carriage, buffers)
             if place is None:
                 return None
-            key = self.engine.begin_again(carriage.layout, carriage.operation.key[0])
+            key = self.engine.carrying.begin_again(carriage.layout, carriage.operation.key[0])
             if key is None:
                 return None
             lane.repeat(carriage, key, buffers, place)
@@ -186,13 +186,13 @@ class EngineEndpoint:
             return False
         return carriage.lane.advance(carriage, patient=True) == exchange.DONE and self._leave(carriage)
 
-    def _leave(self, carriage: Carriage) -> bool:
+    def _leave(self, carriage: LaneCarriage) -> bool:
         """Note that an operation has ended that the engine does not know."""
         with self.lock:
             if self.unlisted.pop(carriage, None) is None:
                 return False  # the engine has adopted it meanwhile, and finds its end
             carriage.ended, carriage.buffers = True, ()
-            self.engine.count_carried(carriage)
+            self.engine.carrying.count(carriage)
         return True
 
     def adopt(self, now: float) -> None:
@@ -200,49 +200,47 @@ class EngineEndpoint:
         while self.unlisted:
             carriage, begun = next(iter(self.unlisted.items()))
             handle = begun.handle()
-            handle.operation = self.engine.adopt(begun.submission, begun.key, carriage, now, owner=handle)
+            carriage.operation = self.engine.carrying.adopt(begun.submission, begun.key, carriage, now, owner=handle)
+            handle.operation = carriage.operation
             handle.begun = None
             del self.unlisted[carriage]  # last, so that Ctrl-C anywhere here leaves no handle behind
 
     def announce(self, operation: Operation) -> bool:
-        """Let the other ranks know of an operation in the fast lane; true if it is there."""
-        carriage = self.lane.carried.get(operation) if self.lane is not None else None
-        if self.lane is None or carriage is None:
-            return False
-        self._note(carriage, self.lane.announce(carriage))
-        return True
+        """Let the other ranks know of an operation that a carrier has taken; false if none has it any more."""
+        carriage = self.engine.carrying.carried.get(operation)
+        if carriage is not None:
+            self._note(operation, carriage.announce())
+        return carriage is not None
 
-    def hurry(self, operation: Operation) -> None:
-        """Move one operation in the fast lane, for which this thread waits."""
-        carriage = self.lane.carried.get(operation) if self.lane is not None else None
-        if self.lane is not None and carriage is not None:
-            self._note(carriage, self.lane.advance(carriage, patient=True))
+    def advance(self, operation: Operation) -> None:
+        """Move one operation that a carrier has, for which this thread waits."""
+        carriage = self.engine.carrying.carried.get(operation)
+        if carriage is not None:
+            self._note(operation, carriage.advance(patient=True))
 
-    def move_carried(self, wanted: Operation | None = None) -> None:
-        """Move the operations in the fast lane, the most urgent one first.
+    def advance_all(self, wanted: Operation | None = None) -> None:
+        """Move the operations that carriers have, the most urgent one first.
 
         ``wanted``: the operation for which this thread waits, and may look again for a while.
         """
-        if self.lane is None or not self.lane.carried:
+        carried = self.engine.carrying.carried
+        if not carried:
             return
         urgency = _urgency if self.engine.config.scheduling == "priority" else _age
-        for carriage in sorted(self.lane.carried.values(), key=urgency):
-            self._note(carriage, self.lane.advance(carriage, patient=carriage.operation is wanted))
+        for operation in sorted(carried, key=urgency):
+            carriage = carried.get(operation)
+            if carriage is not None:
+                self._note(operation, carriage.advance(patient=operation is wanted))
 
-    def _note(self, carriage: Carriage, status: int) -> None:
-        """Tell the engine what has become of an operation in the fast lane."""
-        operation, engine, lane = carriage.operation, self.engine, carriage.lane
-        if status == exchange.PENDING and (operation.state is not State.WAITING or not carriage.has_begun):
-            return
-        if status == exchange.VIOLATION:
-            lane.boards.expel(carriage.culprit, "its announcement of an operation in shared memory is not valid")
-            return
-        with self.lock:
-            now = time.monotonic()
-            if status == exchange.CONFLICT:
-                engine.take_back(operation, now)
-            else:
-                engine.carried(operation, now, done=status == exchange.DONE)
+    def has_changed(self) -> bool:
+        """Return whether a carrier can do something for an operation. Any thread."""
+        return any(carriage.has_changed() for carriage in tuple(self.engine.carrying.carried.values()))
+
+    def _note(self, operation: Operation, progress: Progress) -> None:
+        """Tell the engine how far a carrier has come with an operation, if that is news."""
+        if progress > Progress.MOVING or (progress is Progress.MOVING and operation.state is State.WAITING):
+            with self.lock:
+                self.engine.carrying.advanced(operation, progress, time.monotonic())
 
     def compute(self) -> None:
         """Carry out computations in this thread: all of them, or small ones if there is a computation thread."""
@@ -306,7 +304,7 @@ class EngineEndpoint:
     def hand_over(self) -> None:
         """Hand operations over to the relay."""
         with self.lock:
-            self.engine.hand_over(time.monotonic())
+            self.engine.relaying.hand_over(time.monotonic())
 
     def order_of_bulk(self, peer: int) -> Order | None:
         """Return the place of the most urgent message of bulk that waits for a peer."""
@@ -321,12 +319,12 @@ class EngineEndpoint:
     def relay_ended(self, task: RelayTask) -> None:
         """Note that the relay has exchanged all messages of an operation."""
         with self.lock:
-            self.engine.relay_ended(task.owner, time.monotonic())
+            self.engine.carrying.advanced(task.owner, Progress.DONE, time.monotonic())
         self.complete_ended()
 
     def peer_lost(self, peer: int, reason: str) -> None:
-        """Note that a peer is lost. What it has left in shared memory still counts."""
-        self.move_carried()
+        """Note that a peer is lost. What it has left with carriers still counts."""
+        self.advance_all()
         with self.lock:
             now = time.monotonic()
             self.adopt(now)

@@ -9,7 +9,7 @@ from typing import Protocol, final
 
 from totalreduce.engine.operation import Operation
 from totalreduce.engine.submission import Submission
-from totalreduce.fastlane.lane import Carriage
+from totalreduce.fastlane.lane import LaneCarriage
 
 __all__ = ["Begun", "End", "Handle", "call_all"]
 
@@ -109,7 +109,7 @@ class Begun:
 
     __slots__ = ("_end", "_handle", "carriage", "key", "submission")
 
-    def __init__(self, submission: Submission, key: tuple[int, int], carriage: Carriage, end: End | None) -> None:
+    def __init__(self, submission: Submission, key: tuple[int, int], carriage: LaneCarriage, end: End | None) -> None:
         """``end``: what its handle calls at its end."""
         self.submission, self.key, self.carriage, self._end = submission, key, carriage, end
         self._handle: Handle | None = None

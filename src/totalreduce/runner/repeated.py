@@ -11,7 +11,7 @@ from typing import final
 
 from totalreduce.engine.operation import Operation
 from totalreduce.engine.submission import Submission
-from totalreduce.fastlane.lane import Carriage
+from totalreduce.fastlane.lane import LaneCarriage
 
 __all__ = ["KnownCarriages"]
 
@@ -25,9 +25,9 @@ class KnownCarriages:
     """The carriage of the last operation of every name, by scope and name."""
 
     def __init__(self) -> None:
-        self._carriages: OrderedDict[tuple[str, str], Carriage] = OrderedDict()
+        self._carriages: OrderedDict[tuple[str, str], LaneCarriage] = OrderedDict()
 
-    def find(self, submission: Submission) -> Carriage | None:
+    def find(self, submission: Submission) -> LaneCarriage | None:
         """Return the carriage of the last operation of a name, if the submitted operation is of the same layout.
 
         Any thread may call it.
@@ -44,7 +44,7 @@ class KnownCarriages:
     def learn(self, submission: Submission, operation: Operation) -> None:
         """Keep the carriage of a submitted operation. Called under the lock."""
         name, carriage = submission.name, operation.carriage
-        if name is None or submission.repeats or not isinstance(carriage, Carriage):
+        if name is None or submission.repeats or not isinstance(carriage, LaneCarriage):
             return
         key = (submission.scope, name)
         self._carriages[key] = carriage

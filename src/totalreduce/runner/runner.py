@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable
 from typing import Literal, TypeVar, TypeVarTuple, Unpack, final
 
 from totalreduce.engine.any_receives import AnyReceive
+from totalreduce.engine.carrying import Carrier
 from totalreduce.engine.engine import Engine
 from totalreduce.engine.operation import Operation, State
 from totalreduce.engine.stall import StallReport
@@ -88,7 +89,7 @@ class Runner:
         cores = len(os.sched_getaffinity(0))
         with_thread = compute == "thread" or (compute == "auto" and cores >= 2 * transport.ranks_per_host)
         with_thread = with_thread and engine.members.world_size > 1
-        self._endpoint = EngineEndpoint(engine, _fast_lane(engine, transport), inline=not with_thread)
+        self._endpoint = EngineEndpoint(engine, _carriers(engine, transport), inline=not with_thread)
         self._lock = self._endpoint.lock
         self._turns = Turns()
         self._moving = threading.Lock()
@@ -106,6 +107,8 @@ class Runner:
         engine.outbox.bulk_peers = frozenset(transport.bulk_peers)
         engine.telling.connected = transport.connected_peers
         transport.attach(self._endpoint)
+        if transport.boards is not None:
+            transport.boards.watch(self._endpoint.has_changed)
         engine.relaying.relay = transport.use_relay(functools.partial(_make_relay, engine, self._endpoint))
         let_go_in_children(transport)
         name = f"totalreduce-{engine.rank}"
@@ -133,7 +136,7 @@ class Runner:
             carriage = endpoint.known.find(submission)
             if carriage is not None:
                 now = time.monotonic()
-                begun = self._in_lane(endpoint.begin, submission, carriage, end)
+                begun = self._moving_alone(endpoint.begin, submission, carriage, end)
                 if begun is endpoint.ended:
                     self._turns.rest(now, resting=now < self._next_tick)
                     try:
@@ -156,7 +159,7 @@ class Runner:
                     endpoint.callers.note(operation.key[0])
                 endpoint.known.learn(submission, operation)
                 wake = self._wakes_after_submission()
-            if operation.carriage is not None and self._in_lane(endpoint.announce, operation):
+            if operation.carriage is not None and self._moving_alone(endpoint.announce, operation):
                 wake = wake and not operation.finished and operation.state is not State.WAITING
             endpoint.complete_ended()
             if not handle.done:
@@ -190,8 +193,8 @@ class Runner:
             self._look_again(time.monotonic(), wake=self._sleepers > 0)
             told.wait(_TELLING_S)
 
-    def _in_lane(self, move: Callable[[Unpack[_Arguments]], _Result], *arguments: *_Arguments) -> _Result | None:
-        """Call a function that moves operations in the fast lane; ``None`` if another thread moves messages now.
+    def _moving_alone(self, move: Callable[[Unpack[_Arguments]], _Result], *arguments: *_Arguments) -> _Result | None:
+        """Call a function that moves operations of carriers; ``None`` if another thread moves messages now.
 
         After an exception in the function nothing moves any more.
         """
@@ -286,7 +289,7 @@ class Runner:
         begin, begun, endpoint = time.monotonic(), handle.begun, self._endpoint
         try:
             if begun is not None:
-                if self._turns.driver is None and self._in_lane(endpoint.hurry_unlisted, begun):
+                if self._turns.driver is None and self._moving_alone(endpoint.hurry_unlisted, begun):
                     self._turns.rest(begin, resting=begin < self._next_tick)
                     handle.complete(None)
                     self._waited(time.monotonic() - begin)
@@ -457,13 +460,13 @@ class Runner:
         return True
 
     def _hurry(self, handle: Handle) -> None:
-        """Try to end an operation in the fast lane by looking for the other ranks for a moment."""
+        """Try to end an operation that a carrier has by looking for the other ranks for a moment."""
         operation = handle.operation
-        if operation is None or operation.carriage is None:
+        if operation is None or operation.has_messages:
             return
         with self._moving:
             if self._failure is None and self._is_open:
-                self._endpoint.hurry(operation)
+                self._endpoint.advance(operation)
         self._endpoint.complete_ended()
 
     def _look_on(self, handle: Handle, deadline: float, ask_at: float) -> None:
@@ -503,7 +506,7 @@ class Runner:
                     if self._endpoint.unlisted:
                         with self._lock:
                             self._endpoint.adopt(time.monotonic())
-                    self._endpoint.move_carried(None if handle is None else handle.operation)
+                    self._endpoint.advance_all(None if handle is None else handle.operation)
                     self._endpoint.compute()
                     progress = self.transport.progress()
             except BaseException as failure:
@@ -594,11 +597,12 @@ class Runner:
             raise GroupClosed(f"the communication thread has failed: {self._failure!r}") from self._failure
 
 
-def _fast_lane(engine: Engine, transport: Transport) -> FastLane | None:
+def _carriers(engine: Engine, transport: Transport) -> list[Carrier]:
+    """Make the carriers of an engine."""
     boards = transport.boards
     if boards is None or boards.board_bytes < BOARD_BYTES:
-        return None
-    return FastLane(engine.rank, boards, transport.ranks_per_host)
+        return []
+    return [FastLane(engine.rank, boards, transport.ranks_per_host)]
 
 
 def _make_relay(engine: Engine, endpoint: EngineEndpoint, port: RelayPort) -> Relay:

@@ -51,11 +51,15 @@ class MessageRelay(Protocol):
     def sends_by(self, connection: Connection) -> bool:
         """Whether operations of the relay send by a connection."""
 
-    def may_write(self, connection: Connection) -> bool:
-        """Return whether the connection's half here may begin a message: one only, if the relay sends by it too."""
+    def take_turn(self, connection: Connection) -> bool:
+        """Begin the turn of the connection's half here; return whether it may begin a message now.
+
+        If the relay sends by the connection, too, the half has a turn only where its message is the most urgent one,
+        and the turn is one message.
+        """
 
     def is_rivals_turn(self, connection: Connection) -> bool:
-        """Whether ``may_write`` would return true if a message waits."""
+        """Whether it is the turn of the connection's half here: ``take_turn`` returns true if a message waits."""
 
     def keep_rests(self) -> None:
         """Copy what has not left of the messages of operations that have failed."""

@@ -354,7 +354,7 @@ class TcpTransport(Transport):
             else:
                 may_load = None
                 if bulk and relay is not None and relay.sends_by(connection):
-                    may_load = functools.partial(relay.may_write, connection)
+                    may_load = functools.partial(relay.take_turn, connection)
                 connection.outgoing.write(connection.peer, endpoint, now, bulk=bulk, may_load=may_load)
         except ProtocolError as error:
             self._peers.drop(connection)

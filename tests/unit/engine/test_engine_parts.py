@@ -59,7 +59,7 @@ class Parts:
         buffers = [memoryview(bytearray(8 * elements))]
         layout = self.planner.layout(record, allreduce(elements), (0, 1, 2), buffers)
         record.next_iteration += 1
-        operation = Operation(name, key, layout, buffers, priority=0, sequence=self.table.next_sequence(), now=0.0)
+        operation = self.table.make(Submission(name, layout.signature, buffers), record, key, layout, 0.0, None)
         operation.begin_lanes()
         self.table.add(operation, 0.0)
         return operation
@@ -432,19 +432,29 @@ def test_after_a_loss_nothing_waits_for_additions() -> None:
 
 def test_a_receive_is_taken_by_the_first_announced_message() -> None:
     names, early, floating = NameTable(()), EarlyFrames(), FloatingStore(4096)
-    receives = AnyReceives(names, early, floating, ())
-    receive = AnyReceive({1: "from 1", 2: "from 2"}, MESSAGE, memoryview(bytearray(8)), "", 0, owner=None)
+    submitted = []
+
+    def submit(submission: Submission, now: float, *, owner: object, matches_next: bool) -> None:
+        submitted.append((submission.name, submission.ranks, owner, now, matches_next))
+        names.record(submission.scope, submission.name).next_iteration += 1
+
+    receives = AnyReceives(0, names, early, floating, (), Outbox(SMALL, 0), (), submit)
+    receive = AnyReceive({1: "from 1", 2: "from 2"}, MESSAGE, memoryview(bytearray(8)), "", 0, owner="me")
     key = (names.record("", "from 2").op_id, 0)
-    assert receives.first_sender(receive) is None
+    assert not receives.receive(receive, 0.0)
     receives.add(receive)
-    assert receives.take(2, key) is None  # nothing was announced
+    receives.match(2, key, 0.0)  # nothing was announced
     floating.accept(2, Header(Frame.DATA, 0, *key, flags=Flag.EAGER))
-    assert receives.first_sender(receive) == 2
-    assert receives.take(1, key) is None  # the message is from rank 2
-    assert receives.take(2, (key[0], 1)) is None  # and is the first one
-    assert receives.take(2, key) is receive
-    assert receives.take(2, key) is None
+    receives.match(1, key, 0.0)  # the message is from rank 2
+    receives.match(2, (key[0], 1), 0.0)  # and is the first one
+    assert not submitted
+    receives.match(2, key, 1.0)
+    assert submitted == [("from 2", (2, 0), "me", 1.0, False)]
+    receives.match(2, key, 2.0)
     assert receives.take_all() == []
+    floating.accept(2, Header(Frame.DATA, 0, key[0], 1, flags=Flag.EAGER))
+    assert receives.receive(receive, 3.0), "its message is there when it begins"
+    assert len(submitted) == 2
 
 
 def test_ranks_that_have_left_are_told_nothing() -> None:

@@ -191,9 +191,9 @@ def test_an_operation_whose_name_was_given_up_is_submitted_to_the_engine() -> No
     cluster = Cluster(1)
     operation = cluster.submit(0, "w", [1.0])
     engine, op_id = cluster.engines[0], operation.key[0]
-    assert engine.begin_again(operation.layout, op_id) == (op_id, 1)
+    assert engine.carrying.begin_again(operation.layout, op_id) == (op_id, 1)
     use_up(cluster, 0)
-    assert engine.begin_again(operation.layout, op_id) is None
+    assert engine.carrying.begin_again(operation.layout, op_id) is None
     assert cluster.submit(0, "w", [1.0]).key == (op_id, 2)
 
 

@@ -124,7 +124,7 @@ def test_nothing_begins_in_the_carrier_while_the_others_are_told() -> None:
     cluster = connected_rack(3)
     operation = cluster.submit(0, "w")
     lose(cluster, 0, 2)
-    assert cluster.engines[0].begin_again(operation.layout, operation.key[0]) is None
+    assert cluster.engines[0].carrying.begin_again(operation.layout, operation.key[0]) is None
 
 
 def test_a_disagreement_reaches_the_program_when_the_others_are_told() -> None:

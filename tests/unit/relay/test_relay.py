@@ -47,7 +47,7 @@ class User(Rank):
 
     def hand_over(self):
         for task in list(self.waiting):
-            if self.relay.may_take(task.plan):
+            if self.relay.prepare_to_take(task.plan):
                 self.waiting.remove(task)
                 self.relay_has[task.owner] = self.relay.take(task)
 
@@ -272,10 +272,10 @@ def test_the_rank_itself_may_receive_the_next_message_of_a_block(pair):
     turn(pair, lambda: user.relay_has)
     relayed = user.relay_has[9]
     wrong = [(1, 1, 1), (1, 0, 0), (0, 0, 1), (1, 2, 1)]
-    assert [relayed.expects(*message) for message in wrong] == [False] * 4
-    assert relayed.expects(1, 0, 1)
+    assert [relayed.accepts(*message) for message in wrong] == [False] * 4
+    assert relayed.accepts(1, 0, 1)
     relayed.receive(1, 0, 1)
-    assert relayed.expects(1, 1, 1)
+    assert relayed.accepts(1, 1, 1)
     peer.post_bulk(Part(9, 1, theirs[1], lane=1))
     turn(pair, lambda: user.ended == [9])
     np.testing.assert_array_equal(buffer[750:], theirs[1])
@@ -623,7 +623,7 @@ class Taker:
         self.taken, self.failed, self._may_take = [], deque(), may_take
         self.words = np.zeros(words.BLOCK_WORDS, np.int64).data
 
-    def may_take(self, plan):
+    def prepare_to_take(self, plan):
         return self._may_take
 
     def take(self, task):
@@ -681,10 +681,10 @@ def test_an_operation_in_the_relay_needs_a_peer_until_its_last_message():
     relay = Taker()
     engine = engine_with(relay)
     operation = submit(engine, OpKind.ALLREDUCE, 2400)
-    engine.hand_over(0.0)
+    engine.relaying.hand_over(0.0)
     assert not relay.taken, "rank 1 is not known to have submitted it"
     engine._rendezvous.on_posted(1, operation.key)
-    engine.hand_over(0.0)
+    engine.relaying.hand_over(0.0)
     assert operation.needs(1)
     assert operation.needs(2)
     task = relay.taken[0].task
@@ -707,14 +707,14 @@ def test_a_known_operation_is_in_the_relay_from_its_first_message_on(kind):
     engine = engine_with(relay)
     if kind is OpKind.ALLREDUCE:
         operation = submit(engine, kind, 2400)
-        engine.hand_over(0.0)
+        engine.relaying.hand_over(0.0)
         assert not relay.taken
         assert operation.queued
         end(engine, operation)
     operation = exchange(engine) if kind is OpKind.ALLTOALL else submit(engine, kind, 2400)
-    engine.hand_over(0.0)
+    engine.relaying.hand_over(0.0)
     (relayed,) = relay.taken
-    assert operation.relayed is relayed
+    assert operation.carriage is relayed
     assert not operation.queued
     targets = {1} if kind is OpKind.ALLREDUCE else {1, 2}
     assert set(relayed.task.held_back) == targets
@@ -732,7 +732,7 @@ def test_peers_that_say_nothing_are_asked_whether_they_have_submitted_an_operati
     engine = engine_with(relay)
     operation = exchange(engine)
     engine._rendezvous.on_posted(1, operation.key)
-    engine.hand_over(0.0)
+    engine.relaying.hand_over(0.0)
 
     def asked():
         return [peer for peer in (1, 2) if Frame.REQUEST in frames_to(engine, peer)]
@@ -753,7 +753,7 @@ def test_beside_others_only_blocks_are_in_the_relay_from_their_first_message_on(
     for _ in range(2):
         other = submit(engine, OpKind.BROADCAST, 16, algorithm="tree", name="other")
         operation = exchange(engine) if kind is OpKind.ALLTOALL else submit(engine, kind, 2400)
-        engine.hand_over(0.0)
+        engine.relaying.hand_over(0.0)
         begun = bool(operation.queued)
         end(engine, operation)
         end(engine, other)
@@ -767,7 +767,7 @@ def test_operations_begin_with_messages_of_the_engine_where_that_is_better():
         engine = engine_with(relay, far=far)
         for _ in range(2):
             operation = submit(engine, OpKind.ALLTOALL, num_bytes, num_buffers=6, algorithm="direct")
-            engine.hand_over(0.0)
+            engine.relaying.hand_over(0.0)
             assert operation.queued
             end(engine, operation)
         assert not relay.taken
@@ -778,7 +778,7 @@ def test_an_operation_that_the_relay_cannot_take_begins_with_messages_of_the_eng
     end(engine, exchange(engine))
     operation = exchange(engine)
     assert not operation.queued
-    engine.hand_over(0.0)
+    engine.relaying.hand_over(0.0)
     assert {peer: len(messages) for peer, messages in operation.queued.items()} == {1: 4, 2: 4}
     assert not engine.relaying.candidates
 
@@ -802,7 +802,7 @@ def test_a_message_that_came_before_the_hand_over_is_not_lost():
     delivery = engine.accept(1, header, 0.0)
     delivery.view[:] = bytes(range(128))
     engine.delivered(delivery, 0.0)
-    engine.hand_over(0.0)
+    engine.relaying.hand_over(0.0)
     assert not relay.taken
     assert operation.queued
     assert bytes(operation.buffers[4][:128]) == bytes(range(128))
@@ -815,9 +815,9 @@ def test_a_rank_that_leaves_fails_an_operation_that_waits_for_the_relay():
     operation = exchange(engine)
     engine.peer_departed(1, "it has closed the group", 1.0)
     assert operation.finished
-    engine.hand_over(1.0)
+    engine.relaying.hand_over(1.0)
     assert not engine.relaying.candidates
-    assert operation.relayed is None
+    assert operation.carriage is None
 
 
 @pytest.mark.parametrize("mbit_per_s", [1, 200, 1000, 25_000])
@@ -857,6 +857,6 @@ def test_a_message_to_one_rank_is_not_held_back():
         signature = Signature(OpKind.SEND_RECV, DType.FLOAT32, ReduceOp.SUM, 0, (600,), algorithm="direct")
         submission = Submission("to one", signature, [memoryview(bytearray(2400))], ranks=(0, 1), repeats=True)
         operation = engine.submit(submission, 0.0)
-        engine.hand_over(0.0)
+        engine.relaying.hand_over(0.0)
         assert operation.queued
     assert not relay.taken

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from totalreduce.engine.submission import Submission
-from totalreduce.fastlane.lane import Carriage
+from totalreduce.fastlane.lane import LaneCarriage
 from totalreduce.foundation.errors import TotalReduceError
 from totalreduce.foundation.types import DType, OpKind, ReduceOp, Signature
 from totalreduce.runner.handle import Begun, Handle
@@ -89,7 +89,7 @@ def test_the_handle_of_an_ended_operation_keeps_no_memory() -> None:
     signature = Signature(OpKind.ALLREDUCE, DType.FLOAT32, ReduceOp.SUM, 4, ())
     submission = Submission("t", signature, [operands.add(tensor, writes=True)])
     memory.claim(operands)
-    handle = Begun(submission, (1, 0), cast(Carriage, None), operands.end).handle()
+    handle = Begun(submission, (1, 0), cast(LaneCarriage, None), operands.end).handle()
     storage = weakref.ref(tensor.untyped_storage())
     del operands, submission, tensor
     assert storage() is not None

@@ -1,0 +1,272 @@
+"""Carriers: what carries operations out in place of the engine's messages.
+
+Docs: docs/design/0021-carriers.md. The engine asks its carriers about every operation, in their order, at two moments:
+
+* before another rank has heard of the operation (``Carrier.take``). A carrier that takes it needs no message. If
+  another rank does not take it, that rank says so by a message, and the operation is *given back*: messages carry it
+  out.
+* before its first message (``Carrier.wants``). A carrier that wants it exchanges the messages of the schedule itself,
+  and takes it later (``Carrying.hand``), or leaves it to the engine (``Carrying.leave``).
+
+An operation with a carrier is in flight like any other: it has a deadline, it can stall, and it fails if a rank is
+lost. The carrier reports its progress (``Carrying.advanced``), and hears of its end through the ``Carriage``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+from typing import Any, Protocol
+
+from totalreduce.engine.counters import Counters
+from totalreduce.engine.early import NO_FRAMES, EarlyRecord
+from totalreduce.engine.layout import OperationLayout
+from totalreduce.engine.members import Members
+from totalreduce.engine.names import NameRecord, following, preceding
+from totalreduce.engine.operation import Carriage, Operation, Progress, State
+from totalreduce.engine.reception import Delivery, Reception
+from totalreduce.engine.rendezvous import Rendezvous
+from totalreduce.engine.submission import Submission
+from totalreduce.engine.table import OperationTable
+from totalreduce.foundation.errors import ProtocolError
+from totalreduce.foundation.header import Header
+from totalreduce.foundation.observer import Observer
+
+__all__ = ["Carrier", "Carrying", "Life"]
+
+_Key = tuple[int, int]
+
+
+class Carrier:
+    """Carries operations out in place of the engine's messages. By default it takes none.
+
+    All methods are called under the engine's lock and return at once.
+    """
+
+    __slots__ = ()
+
+    def take(self, operation: Operation) -> Carriage | None:  # noqa: ARG002  (the carrier's business)
+        """Take an operation that was just submitted, or return ``None``. No other rank has heard of it."""
+        return None
+
+    def may_take(self, operation: Operation) -> bool:  # noqa: ARG002
+        """Return whether ``take`` may have taken such an operation on another rank; the same answer on all ranks."""
+        return False
+
+    def wants(self, operation: Operation) -> bool:  # noqa: ARG002
+        """Return whether the first message of an operation shall wait for ``Carrying.hand`` or ``Carrying.leave``."""
+        return False
+
+    def tick(self, now: float) -> None:
+        """Do what is due. Called a few times a second."""
+
+    def arriving(self) -> AbstractSet[int]:
+        """Return the peers of which a message is arriving through the carrier."""
+        return frozenset()
+
+
+class Life(Protocol):
+    """The steps of an operation's life that a carrier can cause (``Engine``)."""
+
+    def start(self, operation: Operation, record: NameRecord, early: EarlyRecord, now: float) -> None:
+        """Have messages carry an operation out."""
+
+    def begin(self, operation: Operation, now: float) -> None:
+        """Queue the first messages of an operation."""
+
+    def first_byte(self, operation: Operation, now: float) -> None:
+        """Note that the first byte of an operation is on its way."""
+
+    def end_if_done(self, operation: Operation, now: float) -> None:
+        """End an operation of which nothing is left to do."""
+
+
+class Carrying:
+    """The operations that carriers have, between the engine and its carriers.
+
+    Attributes:
+        carriers: The carriers, in the order in which they are asked.
+        carried: The operations in flight that carriers have, and what these keep of them. The thread that moves
+            messages advances them.
+    """
+
+    __slots__ = (
+        "_counters",
+        "_life",
+        "_members",
+        "_observers",
+        "_reception",
+        "_rendezvous",
+        "_table",
+        "carried",
+        "carriers",
+    )
+
+    def __init__(
+        self,
+        life: Life,
+        table: OperationTable,
+        members: Members,
+        reception: Reception,
+        rendezvous: Rendezvous,
+        observers: list[Observer],
+        counters: Counters,
+    ) -> None:
+        """Begin without carriers."""
+        self._life, self._table, self._members = life, table, members
+        self._reception, self._rendezvous = reception, rendezvous
+        self._observers, self._counters = observers, counters
+        self.carriers: list[Carrier] = []
+        self.carried: dict[Operation, Carriage] = {}
+
+    # ------------------------------------------------------------------------------------------------ for the engine
+
+    def take(self, operation: Operation, early: EarlyRecord) -> bool:
+        """Offer an operation that was just submitted to the carriers; return whether one has taken it.
+
+        It is not offered if another rank needs a message about it: because that rank has sent one, because it has asked
+        for news of all operations, or because any rank has departed.
+        """
+        if early is not NO_FRAMES or self._members.departed or operation.key in self._reception.floating:
+            return False
+        if self._rendezvous.is_asked(operation.ranks):
+            return False
+        for carrier in self.carriers:
+            carriage = carrier.take(operation)
+            if carriage is not None:
+                operation.carriage = self.carried[operation] = carriage
+                return True
+        return False
+
+    def may_be_taken(self, operation: Operation) -> bool:
+        """Return whether another rank may have given such an operation to a carrier, and sends no message of it."""
+        return any(carrier.may_take(operation) for carrier in self.carriers)
+
+    def is_wanted(self, operation: Operation) -> bool:
+        """Return whether the first message of an operation waits for a carrier (``hand``, ``leave``).
+
+        Observers see every message, which carriers do not report: so where there are observers, none waits.
+        """
+        return not self._observers and any(carrier.wants(operation) for carrier in self.carriers)
+
+    def accept(self, operation: Operation, peer: int, header: Header, now: float) -> Delivery | None:
+        """Act on a message of an operation that a carrier has; ``None``: the engine receives its body as any other.
+
+        If the carrier needs no messages, the peer does not have the operation in its carrier: it is given back.
+
+        Raises:
+            ProtocolError: The carrier exchanges the messages, and another one is the next.
+        """
+        self.give_back(operation, now)
+        carriage = operation.carriage
+        if operation.finished or (carriage is not None and not carriage.exchanges_messages):
+            return self._reception.sink(peer, header)
+        if carriage is None:
+            return None
+        if not carriage.accepts(peer, header.lane, header.step):
+            raise ProtocolError(
+                f"rank {peer} sent lane {header.lane}, step {header.step} of {operation.name!r} out of turn"
+            )
+        if header.body_bytes:
+            return None
+        carriage.receive(peer, header.lane, header.step)
+        return self._reception.empty(peer, header)
+
+    def end(self, operation: Operation, *, well: bool) -> None:
+        """Tell the carrier of an operation that it has ended."""
+        carriage = self.carried.pop(operation)
+        if well:
+            carriage.end()
+        else:
+            carriage.fail()
+
+    def tick(self, now: float) -> None:
+        """Have the carriers do what is due."""
+        for carrier in self.carriers:
+            carrier.tick(now)
+
+    def arriving(self) -> set[int]:
+        """Return the peers of which a message is arriving through a carrier."""
+        return set[int]().union(*(carrier.arriving() for carrier in self.carriers))
+
+    # ------------------------------------------------------------------------------------------------- for the carriers
+
+    def hand(self, operation: Operation, carriage: Carriage, now: float) -> None:
+        """Note that a carrier has taken an operation whose messages it exchanges from now on."""
+        operation.carriage = self.carried[operation] = carriage
+        if operation.state is State.WAITING:
+            self._life.first_byte(operation, now)
+
+    def leave(self, operation: Operation, now: float) -> None:
+        """Have the engine send the first message of an operation that a carrier has wanted, and does not take."""
+        self._life.begin(operation, now)
+
+    def give_back(self, operation: Operation, now: float) -> None:
+        """Have messages carry an operation out, unless its carrier will finish it."""
+        record, carriage = self._table.names.get(operation.key[0]), operation.carriage
+        if carriage is not None and record is not None and not operation.finished and carriage.give_back():
+            operation.carriage = None
+            del self.carried[operation]
+            self._life.start(operation, record, NO_FRAMES, now)
+
+    def advanced(self, operation: Operation, progress: Progress, now: float) -> None:
+        """Note how far a carrier has come with an operation."""
+        carriage = operation.carriage
+        if carriage is None or operation.finished or progress is Progress.WAITING:
+            return
+        if progress is Progress.REFUSED:
+            self.give_back(operation, now)
+            return
+        if operation.state is State.WAITING:
+            self._life.first_byte(operation, now)
+        if progress is Progress.DONE:
+            self.count(carriage)
+            operation.lanes_left = 0
+            self._life.end_if_done(operation, now)
+
+    def count(self, carriage: Carriage) -> None:
+        """Count the bytes of an operation that was carried out."""
+        self._counters.bytes_sent += carriage.bytes_sent
+        self._counters.bytes_received += carriage.bytes_received
+
+    # --------------------------------------------------------------------------- operations that begin without a record
+
+    def begin_again(self, layout: OperationLayout, op_id: int) -> _Key | None:
+        """Reserve the next iteration of a name for an operation that only a carrier knows; return its key.
+
+        Until ``adopt`` is called, the engine counts the operation but has no record of it. It takes messages with this
+        key for messages of an operation that has ended, and discards them; and it cannot fail the operation when a rank
+        is lost. If the operation has not ended, the caller must therefore call ``adopt`` before it calls any other
+        method of the engine.
+
+        Returns ``None`` and changes nothing if the operation must be submitted.
+        """
+        members, table, floating, counters = self._members, self._table, self._reception.floating, self._counters
+        if members.verdict is not None or members.closed or members.departed or self._observers:
+            return None
+        record = table.names.by_id.get(op_id)
+        if record is None:
+            return None
+        key = op_id, record.next_iteration
+        if (
+            record.layout is not layout
+            or (table.active and (op_id, preceding(key[1])) in table.active)
+            or key in table.early.records
+            or self._rendezvous.is_asked(layout.ranks)
+            or (floating.total_bytes and key in floating)
+        ):
+            return None
+        record.next_iteration = following(key[1])
+        counters.operations += 1
+        counters.payload_bytes += layout.num_bytes
+        return key
+
+    def adopt(self, submission: Submission, key: _Key, carriage: Carriage, now: float, *, owner: Any) -> Operation:
+        """Make the engine's record of an operation that a carrier has begun (``begin_again``)."""
+        record = self._table.names.get(key[0])
+        assert record is not None
+        assert record.layout is not None
+        operation = self._table.make(submission, record, key, record.layout, now, owner)
+        # Before the table: Ctrl-C may strike between the two.
+        operation.carriage = self.carried[operation] = carriage
+        self._table.adopt(operation, now)
+        return operation
