@@ -1,4 +1,4 @@
-"""Another package adds a schedule, a transport, a sparse method and a command: ``examples/extension``, as installed."""
+"""Another package adds one of each (``docs/extending.md``): ``examples/extension``, as installed."""
 
 import json
 import os
@@ -82,6 +82,23 @@ def test_a_wrong_schedule_is_refused(installed, warm_python):
         print(error)
     """
     assert "short" in run(installed, "-c", textwrap.dedent(program))
+
+
+def test_a_carrier_carries_out_what_it_takes(installed, warm_python):
+    """Its ranks are threads of one process, which it finds by the transport."""
+    program = """
+    import json, torch
+    from totalreduce.testing import run_ranks
+
+    def body(group):
+        tensors = [torch.arange(5.0) * (group.rank + turn) for turn in (1, 2)]
+        sums = [group.allreduce(tensor, name="table").wait().tolist() for tensor in tensors]
+        return sums, group.statistics().messages_sent
+
+    print(json.dumps(run_ranks(3, body)))
+    """
+    sums = [[0.0, 6.0, 12.0, 18.0, 24.0], [0.0, 9.0, 18.0, 27.0, 36.0]]
+    assert json.loads(run(installed, "-c", textwrap.dedent(program))) == [[sums, 0]] * 3
 
 
 WORKER = """

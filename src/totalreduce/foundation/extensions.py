@@ -1,4 +1,4 @@
-"""Schedules, transports, sparse methods and commands by name, with those that other installed packages add.
+"""Schedules, carriers, transports, sparse methods and commands by name, with those that other installed packages add.
 
 A package adds one with an entry point in its ``pyproject.toml``, as a pytest plug-in does::
 

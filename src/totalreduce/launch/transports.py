@@ -27,6 +27,7 @@ from totalreduce.kernels.machine_code import NoCodeError, warn
 from totalreduce.launch.address import choose_address, host_identity
 from totalreduce.launch.rendezvous import Meeting, Member, StoreRank, compare_settings, current_world, open_store
 from totalreduce.native.collectives import NativeCollectives
+from totalreduce.runner.carriers import CARRIERS
 from totalreduce.schedules import SCHEDULES
 from totalreduce.transports import shm, tcp
 from totalreduce.transports.base import Transport
@@ -137,8 +138,11 @@ def connect(request: JoinRequest) -> Transport:
     if request.tls is not None and not spec.encrypts:
         raise ConfigurationError(f"TLS is for TCP; what {request.transport} sends is not encrypted by this library")
     try:
-        schedules = ", ".join(SCHEDULES.added()) or "none"  # it reads the entry points of installed packages
-        return spec.connect(replace(request, wire={**request.wire, "schedules of other packages": schedules}))
+        added = {  # it reads the entry points of installed packages
+            f"{kind} of other packages": ", ".join(items.added()) or "none"
+            for kind, items in (("schedules", SCHEDULES), ("carriers", CARRIERS))
+        }
+        return spec.connect(replace(request, wire={**request.wire, **added}))
     except OSError as error:
         if not is_out_of_descriptors(error):
             raise

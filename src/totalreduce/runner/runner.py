@@ -28,13 +28,10 @@ from collections.abc import Callable, Iterable
 from typing import Literal, TypeVar, TypeVarTuple, Unpack, final
 
 from totalreduce.engine.any_receives import AnyReceive
-from totalreduce.engine.carrying import Carrier
 from totalreduce.engine.engine import Engine
 from totalreduce.engine.operation import Operation, State
 from totalreduce.engine.stall import StallReport
 from totalreduce.engine.submission import Submission
-from totalreduce.fastlane.board import BOARD_BYTES
-from totalreduce.fastlane.lane import FastLane
 from totalreduce.foundation.errors import (
     ConfigurationError,
     DeadlineExceededError,
@@ -45,6 +42,7 @@ from totalreduce.foundation.errors import (
 from totalreduce.foundation.forking import HomeProcess, let_go_in_children
 from totalreduce.foundation.header import Frame, Header
 from totalreduce.relay.relay import Relay, RelaySettings
+from totalreduce.runner.carriers import make_carriers
 from totalreduce.runner.endpoint import EngineEndpoint, complete_owners
 from totalreduce.runner.gate import Gate
 from totalreduce.runner.handle import End, Handle
@@ -89,7 +87,7 @@ class Runner:
         cores = len(os.sched_getaffinity(0))
         with_thread = compute == "thread" or (compute == "auto" and cores >= 2 * transport.ranks_per_host)
         with_thread = with_thread and engine.members.world_size > 1
-        self._endpoint = EngineEndpoint(engine, _carriers(engine, transport), inline=not with_thread)
+        self._endpoint = EngineEndpoint(engine, make_carriers(transport), inline=not with_thread)
         self._lock = self._endpoint.lock
         self._turns = Turns()
         self._moving = threading.Lock()
@@ -595,14 +593,6 @@ class Runner:
             raise ConfigurationError(str(self._failure)) from self._failure
         if self._failure is not None:
             raise GroupClosed(f"the communication thread has failed: {self._failure!r}") from self._failure
-
-
-def _carriers(engine: Engine, transport: Transport) -> list[Carrier]:
-    """Make the carriers of an engine."""
-    boards = transport.boards
-    if boards is None or boards.board_bytes < BOARD_BYTES:
-        return []
-    return [FastLane(engine.rank, boards, transport.ranks_per_host)]
 
 
 def _make_relay(engine: Engine, endpoint: EngineEndpoint, port: RelayPort) -> Relay:

@@ -60,13 +60,17 @@ class InprocNetwork:
 
 @final
 class InprocTransport(Transport):
-    """One rank's end of an ``InprocNetwork``."""
+    """One rank's end of an ``InprocNetwork``.
+
+    Attributes:
+        network: What the ranks share.
+    """
 
     def __init__(self, network: InprocNetwork, rank: int) -> None:
         """Use ``InprocNetwork.transport``."""
         self.rank, self.world_size = rank, network.world_size
         self.counters = TransportCounters()
-        self._network = network
+        self.network = network
         self._reported: set[int] = set()
         self._met: set[int] = set()
 
@@ -81,8 +85,8 @@ class InprocTransport(Transport):
         return True  # no message leaves in parts
 
     def wake(self) -> None:
-        with self._network.lock:
-            self._network.signal(self.rank)
+        with self.network.lock:
+            self.network.signal(self.rank)
 
     def progress(self) -> bool:
         endpoint = self._endpoint
@@ -93,7 +97,7 @@ class InprocTransport(Transport):
         return progress
 
     def wait(self, timeout_s: float, *, eager: bool = False) -> None:  # noqa: ARG002  (the kernel waits well)
-        network = self._network
+        network = self.network
         with network.lock:
             if not network.signals[self.rank]:
                 network.conditions[self.rank].wait(timeout_s)
@@ -103,7 +107,7 @@ class InprocTransport(Transport):
         """Do nothing: queues keep the messages that were sent."""
 
     def _send(self, endpoint: Endpoint) -> bool:
-        network, progress = self._network, False
+        network, progress = self.network, False
         for peer in tuple(endpoint.ready_peers()):
             queue = network.queues[self.rank, peer]
             while queue.bytes < network.window_bytes:
@@ -121,7 +125,7 @@ class InprocTransport(Transport):
         return progress
 
     def _receive(self, endpoint: Endpoint) -> bool:
-        network, progress = self._network, False
+        network, progress = self.network, False
         for peer in range(self.world_size):
             queue = network.queues.get((peer, self.rank))
             while queue is not None and queue.messages and endpoint.may_receive():
@@ -144,8 +148,8 @@ class InprocTransport(Transport):
         return progress
 
     def _report_dead(self, endpoint: Endpoint) -> None:
-        losses = [(rank, reason) for rank, reason in tuple(self._network.dead.items()) if rank != self.rank]
-        losses += [(b, "its connection ended") for a, b in tuple(self._network.dropped) if a == self.rank]
+        losses = [(rank, reason) for rank, reason in tuple(self.network.dead.items()) if rank != self.rank]
+        losses += [(b, "its connection ended") for a, b in tuple(self.network.dropped) if a == self.rank]
         for peer, reason in losses:
             if peer not in self._reported:
                 self._reported.add(peer)
