@@ -1,4 +1,4 @@
-"""``totalreduce bench report``: a fixed, short set of benchmarks as the table of docs/benchmarks.md, in Markdown."""
+"""``totalreduce bench report``: a short set of benchmarks as the table of docs/results/benchmarks.md, in Markdown."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def bench_report(
     traces_dir: Annotated[list[Path] | None, typer.Option(help="Replay these traces instead of those shipped.")] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Write every figure and all samples.")] = None,
 ) -> None:
-    """Run a fixed set of benchmarks against gloo and print the table of docs/benchmarks.md.
+    """Run a fixed set of benchmarks against gloo and print the table of docs/results/benchmarks.md.
 
     Takes a few minutes. Progress goes to stderr, Markdown to stdout.
     """

@@ -106,6 +106,21 @@ def test_links_lead_to_pages_of_the_site(page):
             assert path.partition("/")[0] in ("docs", "examples") or "/" not in path, link
 
 
+def test_errors_and_docstrings_name_pages_and_headings_that_are_there():
+    """They write ``docs/where.md``, or ``docs/where.md, 'Firewalls and ports'`` for a heading."""
+    named = {
+        found
+        for folder in ("src", "benchmarks", "examples", "tools")
+        for path in (ROOT / folder).rglob("*.py")
+        for found in re.findall(r"(docs/[\w/-]+\.md)(?:, (?:'([^']+)'|([A-Z]\w+)\)))?", path.read_text())
+    }
+    assert len(named) > 15
+    for page, *headings in named:
+        assert (ROOT / page).is_file(), page
+        for heading in filter(None, headings):
+            assert heading.lower().replace(" ", "-") in anchors(page), (page, heading)
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_blocks_say_their_language(page):
     for block in blocks(page):
