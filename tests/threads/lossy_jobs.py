@@ -37,24 +37,25 @@ def lossy(state: tr.State, losses: Losses) -> Iterator[tr.recovery.job.Job]:
         members = tuple(Member(seat, 0, has_state=False) for seat in range(job.group.world_size))
         policy = SimpleNamespace(on_loss="replace")
         decision = Decision(1, members, state.version)
-        job._assembly = SimpleNamespace(current=decision, policy=policy, begin=lambda: None)
-        job._own.restore(decision, has_state=False)
-        job._leave_group = lambda _: True
+        assembly = SimpleNamespace(current=decision, policy=policy, begin=lambda: None)
+        blocks = job._blocks
+        blocks.epochs = SimpleNamespace(assembly=assembly, leave=lambda _: None)
+        blocks.own.restore(decision, has_state=False)
 
-        def form_again(_: object) -> None:
+        def enter_next(_: object) -> None:
             job._optimizers.form_again()
-            job._own.restore(Decision(1, members, 0), has_state=True)
-
-        begin_vote = job._begin_vote
+            blocks.own.restore(Decision(1, members, 0), has_state=True)
 
         def before_vote() -> None:
             losses.at(state.version, "vote")
-            begin_vote()
+            blocks.begin_vote()
 
-        job._form_again = form_again
-        job._optimizers.guard(lambda: job.batch_counts, job._step_alone, job._before_wait, before_vote, job._end_vote)
+        job._enter_next = enter_next
+        job._optimizers.guard(
+            lambda: job.batch_counts, blocks.step_alone, blocks.before_wait, before_vote, blocks.end_vote
+        )
         try:
             yield job
         finally:
-            job._assembly = None
+            blocks.epochs = None
     assert not losses.places, f"nobody came to {losses.places}"

@@ -114,15 +114,15 @@ def test_steps_that_change_no_weights_keep_no_copies_but_the_first() -> None:
         with lossy(training.state, training.losses) as job:
             for step in job.steps(3):
                 with job.step():
-                    copies.append(job._weights._kept.has_copies)
+                    copies.append(job._blocks._weights._kept.has_copies)
                     training.backward(step)
                     training.optimizer.step()
-                assert not job._weights._kept.has_copies
+                assert not job._blocks._weights._kept.has_copies
             for _ in range(2):  # also after an evaluation that has changed nothing
                 for _ in job.once("evaluation"):
                     with job.step():
-                        copies.append(job._weights._kept._copies is not None)
-                assert job._weights._kept._copies is None
+                        copies.append(job._blocks._weights._kept._copies is not None)
+                assert job._blocks._weights._kept._copies is None
                 training.state._done.clear()  # as in the next epoch
         return copies
 
@@ -213,7 +213,7 @@ def test_only_the_part_of_a_step_that_changes_weights_has_copies() -> None:
             for _ in job.epochs(1):
                 for part, batch in job.parts(loader, ("a", "b")):
                     with job.step():
-                        copies.append(job._weights._kept.has_copies)
+                        copies.append(job._blocks._weights._kept.has_copies)
                         if part == "b":
                             with torch.no_grad():
                                 model["a"].weight.clamp_(-0.5, 0.5)

@@ -11,10 +11,10 @@ from optimizer_cases import impatient, repeat_until_done
 import totalreduce as tr
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError
 from totalreduce.recovery.buffer_copies import Form, _Rows
-from totalreduce.recovery.forming import send_state, share_outline
 from totalreduce.recovery.membership import Decision, Member
 from totalreduce.recovery.optimizers import Optimizers
 from totalreduce.recovery.replicas import OwnState
+from totalreduce.recovery.sharing import send_state, share_outline
 from totalreduce.testing import run_ranks
 
 #: A buffer with so many elements makes the buffers of three ranks too large for rows. They go to the next ranks.

@@ -16,7 +16,7 @@ import totalreduce as tr
 from totalreduce.codecs.codecs import CODECS
 from totalreduce.groups.group import Group
 from totalreduce.groups.probe import survey
-from totalreduce.recovery.forming import compare_states, send_state
+from totalreduce.recovery.sharing import compare_states, send_state
 from totalreduce.sparse.methods import METHODS
 from totalreduce.testing import run_ranks
 

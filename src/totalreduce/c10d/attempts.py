@@ -21,6 +21,7 @@ from totalreduce.launch.bootstrap import describe_settings, init
 from totalreduce.launch.rendezvous import StoreRank, open_store
 from totalreduce.launch.spares import await_seat
 from totalreduce.recovery.attempts import Attempt, Attempts, ShardedAttempts
+from totalreduce.recovery.epochs import CLOSE_S
 from totalreduce.recovery.hook_states import HookStates
 from totalreduce.recovery.snapshots import Snapshots
 from totalreduce.recovery.state import State
@@ -164,7 +165,7 @@ class _DefaultProcessGroup:
             return
         default = dist.distributed_c10d._get_default_group()
         if isinstance(default, ProcessGroupTotalReduce):
-            default.group.close(1.0, reason=reason)
+            default.group.close(CLOSE_S, reason=reason)
         dist.destroy_process_group()
         _forget_meshes()
 

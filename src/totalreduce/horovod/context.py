@@ -31,6 +31,7 @@ from totalreduce.native.coordinator import Coordinator
 from totalreduce.observe import Timeline, rank_path
 from totalreduce.pytorch.adasum import Adasum
 from totalreduce.pytorch.optimizer import DistributedOptimizer
+from totalreduce.recovery.epochs import CLOSE_S
 
 __all__ = ["Context", "Locality", "Members", "context"]
 
@@ -41,8 +42,6 @@ _STALL_WARNING_S = 10.0
 #: Share of the time-out after which all ranks together give up an operation that some rank does not submit, with one
 #: error. The rest of the time is for messages about it, before a rank's own wait ends.
 _STALL_ABORT_SHARE = 0.9
-#: How long the end of a group may take whose members are lost.
-_CLOSE_S = 1.0
 #: What operations raise before the group is formed, where ranks can be replaced.
 _NOT_FORMED = (
     "ranks of this job can be replaced (--on-loss), so its group is formed by the function with @hvd.elastic.run: move "
@@ -322,12 +321,12 @@ class Context:
     def leave(self, reason: str) -> None:
         """End the group, so that the other ranks learn the reason, and what belongs to its members."""
         group, members = self.group, self._members[0]
-        group.close(_CLOSE_S, reason=reason)
+        group.close(CLOSE_S, reason=reason)
         for optimizer in list(members.optimizers.values()):
             if all(optimizer is not each for each in self._lasting.optimizers):
                 optimizer.close()
         if members.formed is not None:
-            members.formed.close(_CLOSE_S, reason=reason)
+            members.formed.close(CLOSE_S, reason=reason)
         for number in [number for number in self._known if number != 0]:
             removed = self._members.pop(number, None)
             if removed is not None:

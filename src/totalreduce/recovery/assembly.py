@@ -218,6 +218,11 @@ class Assembly:
             time.sleep(_PAUSE_MAX_S)
         return value
 
+    def check_program(self, program: str, settings: str) -> None:
+        """Compare this process's program, and what must be equal to form a group, with the others'; see below."""
+        self.check_equal("program", program)
+        self.check_equal("settings", settings)
+
     def check_equal(self, name: str, description: str) -> None:
         """Compare a description of this process's program with that of the process that came first.
 

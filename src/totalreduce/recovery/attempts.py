@@ -33,11 +33,11 @@ from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
 from totalreduce.recovery.assembly import Assembly
 from totalreduce.recovery.dealing import batches_of, needed
-from totalreduce.recovery.forming import begin_from_disk, compare_states, seed_generators, send_state
 from totalreduce.recovery.hook_states import HookStates
 from totalreduce.recovery.membership import Decision
 from totalreduce.recovery.refusals import check_whole
-from totalreduce.recovery.runs import Membership, Run, Runs, latest_version
+from totalreduce.recovery.runs import Groups, Run, Runs, latest_version
+from totalreduce.recovery.sharing import begin_from_disk, compare_states, seed_generators, send_state
 from totalreduce.recovery.snapshots import Snapshots, share_token
 from totalreduce.recovery.state import State
 from totalreduce.recovery.steps import StepsSinceCommit, has_elements
@@ -323,7 +323,7 @@ class Attempts:
     def __init__(
         self,
         state: State,
-        membership: Membership,
+        groups: Groups,
         *,
         timeout_s: float,
         seed: int = 0,
@@ -336,7 +336,7 @@ class Attempts:
 
         Args:
             state: What all ranks begin an attempt with.
-            membership: Forms the groups.
+            groups: Forms the groups.
             timeout_s: How long the decision who the members are may take.
             seed: Of the generators of random numbers, with the version and the rank.
             replicas: The number of ranks that have a copy of what the hooks of each rank keep back.
@@ -345,7 +345,7 @@ class Attempts:
             settings: What must be equal on all ranks to form a group, one setting in a line.
         """
         self._settings = settings
-        self._state, self._membership, self._timeout_s = state, membership, timeout_s
+        self._state, self._groups, self._timeout_s = state, groups, timeout_s
         self._seed, self._verify = checks.integer("seed", seed), bool(verify)
         self._snapshots = snapshots
         check_whole(state.model, "tr.attempts(state)")
@@ -354,7 +354,7 @@ class Attempts:
 
     def __iter__(self) -> Iterator[Attempt]:
         """Yield an attempt, and another one whenever the members have changed. Raises what ``Runs`` does."""
-        return iter(Runs(self, self._membership, self._timeout_s, self._settings))
+        return iter(Runs(self, self._groups, self._timeout_s, self._settings))
 
     # ------------------------------------------------------------------------------------- a part of a program (Runs)
 
@@ -446,7 +446,7 @@ class ShardedAttempts:
     def __init__(
         self,
         copies: ShardCopies,
-        membership: Membership,
+        groups: Groups,
         *,
         timeout_s: float,
         seed: int = 0,
@@ -457,20 +457,20 @@ class ShardedAttempts:
 
         Args:
             copies: Keeps copies of the state, which the program builds in each attempt.
-            membership: Forms the groups.
+            groups: Forms the groups.
             timeout_s: How long the decision who the members are may take.
             seed: Of the generators of random numbers, with the version and the rank.
             snapshots: Writes the state to disk. The job begins with its last version, if there is one.
             settings: What must be equal on all ranks to form a group, one setting in a line.
         """
-        self._copies, self._membership, self._timeout_s = copies, membership, timeout_s
+        self._copies, self._groups, self._timeout_s = copies, groups, timeout_s
         self._seed, self._snapshots = checks.integer("seed", seed), snapshots
         self._settings = settings
         self.hooks = HookStates(None, 0)
 
     def __iter__(self) -> Iterator[Attempt]:
         """Yield an attempt, and another one whenever the members have changed. Raises what ``Runs`` does."""
-        return iter(Runs(self, self._membership, self._timeout_s, self._settings))
+        return iter(Runs(self, self._groups, self._timeout_s, self._settings))
 
     # ------------------------------------------------------------------------------------- a part of a program (Runs)
 

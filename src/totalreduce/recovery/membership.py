@@ -133,6 +133,11 @@ class Decision:
     members: tuple[Member, ...]
     version: int = 0
 
+    @classmethod
+    def of_all(cls, world_size: int) -> Decision:
+        """Return the members of a job whose ranks cannot be replaced, which begins."""
+        return cls(1, tuple(Member(seat, 0, has_state=False) for seat in range(world_size)))
+
     def rank_of(self, seat: int, incarnation: int) -> int | None:
         """Return the rank of a process in this epoch; ``None`` if it is not a member."""
         for rank, member in enumerate(self.members):

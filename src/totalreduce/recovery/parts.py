@@ -21,8 +21,8 @@ from totalreduce.foundation.errors import ConfigurationError, ProtocolError, Rec
 from totalreduce.groups.encoding import decode, empty_tensors, encode
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.broadcast import room_of, slots_of
-from totalreduce.recovery.forming import send_value
 from totalreduce.recovery.resharding import Box, Transfer, transfers
+from totalreduce.recovery.sharing import send_value
 from totalreduce.recovery.state import State
 
 __all__ = ["PackedPart", "Part", "Piece", "load_parts", "load_rest", "part_of", "unpack_part"]

@@ -35,15 +35,8 @@ from totalreduce.groups.encoding import PACKED_BYTES_MAX, pack, unpack
 from totalreduce.groups.group import Group
 from totalreduce.recovery.assembly import Assembly
 from totalreduce.recovery.checkpoint import Checkpoint, Saved
-from totalreduce.recovery.forming import (
-    end_too_late,
-    ended_early,
-    enter_next_epoch,
-    form_group,
-    open_assembly,
-    report_loss,
-)
-from totalreduce.recovery.membership import Decision, Member, number_in, reading
+from totalreduce.recovery.epochs import Epochs, ended_early, open_assembly
+from totalreduce.recovery.membership import Decision, number_in, reading
 from totalreduce.recovery.replay import Call, Entry, Parcel, ReplayLog, Standing, Versions, plan_parcels
 from totalreduce.recovery.replicas import Replicas
 from totalreduce.tensors.dtypes import dtype_of
@@ -51,8 +44,6 @@ from totalreduce.tensors.modes import write
 
 __all__ = ["ReplayedJob", "replayed"]
 
-#: How long the end of a group may take whose members are lost.
-_CLOSE_S = 1.0
 #: The tag of the first parcel's messages; parcel n has the n-th tag after it.
 _TAG = 0x4EA7
 #: The default and the largest bound of the results between two checkpoints. They travel in packed objects.
@@ -136,8 +127,7 @@ class ReplayedJob:
         self.state, self.rank, self.world_size = state, group.rank, group.world_size
         self._given, self._options = group, options
         self._group: Group | None = None
-        self._assembly: Assembly | None = None
-        self._has_state = False
+        self._epochs: Epochs | None = None  #: ``None``: ranks cannot be replaced.
         self._versions = Versions(state.save())
         self._replicas = Replicas(options.local_replicas)
         self._log: ReplayLog[torch.Tensor] = ReplayLog(
@@ -161,22 +151,25 @@ class ReplayedJob:
         given, settings = self._given, environment.read_settings()
         self._versions.load(0, self.state.save())
         if given.formation is None:
-            self._group = given
-            self._level(self._decision)
+            self._level(given, self._decision)
             return self
         if settings.on_loss == "shrink":
             raise ConfigurationError(
                 "tr.replayed cannot go on with fewer ranks, whose part of the results nobody has: use --on-loss replace"
             )
-        assembly = self._assembly = open_assembly(settings, self.rank, self.world_size, given.timeout_s)
-        assembly.check_equal("program", f"{self.state.describe()}\n{self._options}")
-        assembly.check_equal("settings", given.formation_settings)
+        assembly = open_assembly(settings, self.rank, self.world_size, given.timeout_s)
+        assembly.check_program(f"{self.state.describe()}\n{self._options}", given.formation_settings)
         given.operations.gate.refuse(
             "in tr.replayed, the group's own collectives are not replayed: call job.allreduce, job.broadcast or "
             "job.allgather"
         )
-        if not self._form(assembly):
-            end_too_late(assembly)
+        self._epochs = Epochs(
+            *(assembly, given.formation, self._level),
+            version=lambda: self.version,
+            prepare=self._prepare,
+            check_end=lambda: _check_not_ended(assembly),
+        )
+        self._epochs.begin()
         return self
 
     def __exit__(
@@ -197,8 +190,8 @@ class ReplayedJob:
             error = failure
             raise
         finally:
-            if self._assembly is not None:
-                self._leave("" if error is None else f"{type(error).__name__}: {error}")
+            if self._epochs is not None:
+                self._epochs.leave("" if error is None else f"{type(error).__name__}: {error}")
             self._group = None
 
     # ------------------------------------------------------------------------------------------------- what users call
@@ -359,27 +352,19 @@ class ReplayedJob:
         try:
             yield
         except ReplayMismatchError as error:
-            if self._assembly is not None:
+            if self._epochs is not None:
                 differences = list(error.differences)
                 fields = {"version": error.version, "position": error.position, "differences": differences}
-                self._assembly.first_value(_MISMATCH, json.dumps(fields))
-                self._assembly.finish()
+                self._epochs.assembly.first_value(_MISMATCH, json.dumps(fields))
+                self._epochs.assembly.finish()
             raise
-
-    def _check_not_ended(self, assembly: Assembly) -> None:
-        text = assembly.value(_MISMATCH)
-        if text:
-            with reading(text, "difference between calls") as fields:
-                version, position = number_in(fields["version"]), number_in(fields["position"])
-                differences = tuple(map(str, fields["differences"]))
-            raise ReplayMismatchError(version, position, differences)
 
     def _committed(self) -> None:
         """Drop what belongs to the version before."""
         self._replicas.commit()
         self._log.begin(self.version)
-        if self._assembly is not None:
-            self._assembly.begin()
+        if self._epochs is not None:
+            self._epochs.assembly.begin()
 
     def _finish(self) -> None:
         """Return when all ranks have come to the end of the job."""
@@ -388,69 +373,51 @@ class ReplayedJob:
             try:
                 self._meet_in(self._live(), {"call": _END})
             except PeerLost as error:
-                if not self._form_after(error):
+                if not self._enter_next(error):
                     return
             else:
                 break
-        if self._assembly is not None:
-            self._assembly.finish()
+        if self._epochs is not None:
+            self._epochs.assembly.finish()
 
     # ------------------------------------------------------------------------------------------------------ memberships
 
     @property
     def _decision(self) -> Decision:
         """The members of the present group."""
-        if self._assembly is not None and self._assembly.current is not None:
-            return self._assembly.current
-        return Decision(1, tuple(Member(seat, 0, has_state=False) for seat in range(self.world_size)))
+        if self._epochs is not None and self._epochs.assembly.current is not None:
+            return self._epochs.assembly.current
+        return Decision.of_all(self.world_size)
 
     def _recover(self, error: PeerLost) -> None:
-        """Form the next group after a loss."""
-        if not self._form_after(error):
+        """Enter the next epoch after a loss."""
+        if not self._enter_next(error):
             raise ended_early()
 
-    def _form_after(self, error: PeerLost) -> bool:
-        """Form the next group after a loss; return false if the job has ended.
+    def _enter_next(self, error: PeerLost) -> bool:
+        """Enter the next epoch after a loss; return false if the job has ended.
 
         Raises:
             PeerLost: The launcher does not replace ranks.
             ReplayMismatchError: A process has found that it makes other calls.
         """
-        assembly = self._assembly
-        if assembly is None:
+        if self._epochs is None:
             raise error
-        report_loss(assembly, self.rank, error)
-        self._leave(str(error))
-        return self._form(assembly)
+        self._epochs.leave(error)
+        return self._epochs.enter()
 
-    def _form(self, assembly: Assembly) -> bool:
-        """Decide on the next epoch, form its group, and level its ranks; return false if the job has ended."""
-        formation = self._given.formation
-        assert formation is not None
+    def _prepare(self, decision: Decision) -> None:
+        """Note the version with which an epoch begins."""
+        if self._has_state and self._versions.decided(decision.version):
+            self._committed()
 
-        def meet() -> Decision | None:
-            self._check_not_ended(assembly)
-            versions = self._versions
-            decision = assembly.meet(has_state=self._has_state, version=versions.version)
-            if decision is None:
-                self._check_not_ended(assembly)
-            return decision
+    @property
+    def _has_state(self) -> bool:
+        return self._epochs is not None and self._epochs.has_state
 
-        def enter(decision: Decision) -> None:
-            if self._has_state and self._versions.decided(decision.version):
-                self._committed()
-            self._group = form_group(assembly, formation)
-            self._level(decision)
-
-        return enter_next_epoch(assembly, meet, enter, self._leave)
-
-    def _leave(self, reason: str) -> None:
-        if self._group is not None:
-            self._group.close(_CLOSE_S, reason=reason)
-
-    def _level(self, decision: Decision) -> None:
+    def _level(self, group: Group, decision: Decision) -> None:
         """Give ranks the state and the results that they lack. Collective."""
-        group, version = self._live(), decision.version
+        self._group, version = group, decision.version
         if not self._has_state:
             self._log.begin(version)
         begins = not any(member.has_state for member in decision.members)
@@ -477,7 +444,6 @@ class ReplayedJob:
         if saved.own is not None:  # ranks that were lost had copies, too
             self._replicas.exchange(group, decision, version, saved.own)
             self._replicas.commit()
-        self._has_state = True
 
     def _packed(self, parcel: Parcel) -> torch.Tensor:
         """Return what this rank has of a parcel, as bytes."""
@@ -486,6 +452,16 @@ class ReplayedJob:
         if parcel.kind == "own":
             return self._replicas.copy_of(parcel.numbers[0])
         return _pack_entries(self._log.entries(parcel.numbers))
+
+
+def _check_not_ended(assembly: Assembly) -> None:
+    """Raise the ``ReplayMismatchError`` with which another process has ended the job, if one has."""
+    text = assembly.value(_MISMATCH)
+    if text:
+        with reading(text, "difference between calls") as fields:
+            version, position = number_in(fields["version"]), number_in(fields["position"])
+            differences = tuple(map(str, fields["differences"]))
+        raise ReplayMismatchError(version, position, differences)
 
 
 def _describe(kind: OpKind, tensor: torch.Tensor, name: str, *, op: ReduceOp = ReduceOp.NONE, root: int = 0) -> Call:

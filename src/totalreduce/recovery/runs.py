@@ -1,14 +1,13 @@
 """Runs: a part of a program that is run again, with a new group, when the members of a job change.
 
-``Runs`` forms the groups one after the other, and has the ranks come to one state before each run. What this state is,
-and how ranks come to it, is up to a ``Part``: ``tr.attempts`` (``attempts``) and Horovod's elastic training
-(``horovod.elastic``) each have one.
+``Runs`` enters the epochs one after the other (``epochs``), and has the ranks come to one state before each run. What
+this state is, and how ranks come to it, is up to a ``Part``: ``tr.attempts`` (``attempts``) and Horovod's elastic
+training (``horovod.elastic``) each have one.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from types import TracebackType
@@ -22,23 +21,14 @@ from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
 from totalreduce.launch.rendezvous import StoreRank
 from totalreduce.recovery.assembly import NEWCOMERS_S, Assembly
-from totalreduce.recovery.forming import (
-    end_too_late,
-    ended_early,
-    enter_next_epoch,
-    form_group,
-    open_assembly,
-    report_loss,
-)
+from totalreduce.recovery.epochs import JOINING, Epochs, ended_early, open_assembly
 from totalreduce.recovery.membership import Decision
 from totalreduce.recovery.wishes import Wish
 
-__all__ = ["Membership", "Part", "Run", "Runs", "latest_version"]
-
-_log = logging.getLogger(__name__)
+__all__ = ["Groups", "Part", "Run", "Runs", "latest_version"]
 
 
-class Membership(Protocol):
+class Groups(Protocol):
     """What forms and ends the groups of the runs."""
 
     def form(self, *, store: StoreRank | None = None, **options: Any) -> Group:
@@ -162,17 +152,16 @@ class Part(Protocol[_MadeRun_co]):
 class Runs(Generic[_AnyRun]):
     """The runs of a program's part: iterate over them once."""
 
-    def __init__(self, part: Part[_AnyRun], membership: Membership, timeout_s: float, settings: str) -> None:
+    def __init__(self, part: Part[_AnyRun], groups: Groups, timeout_s: float, settings: str) -> None:
         """Note the arguments; nothing is formed yet.
 
         Args:
             part: The part of the program.
-            membership: Forms the groups.
+            groups: Forms the groups.
             timeout_s: The deadline of each decision on the members.
             settings: What must be equal on all ranks to form a group, one setting in a line.
         """
-        self._part, self._membership, self._timeout_s, self._settings = part, membership, timeout_s, settings
-        self._has_state = False
+        self._part, self._groups, self._timeout_s, self._settings = part, groups, timeout_s, settings
 
     def __iter__(self) -> Iterator[_AnyRun]:
         """Yield a run, and another one whenever the members have changed.
@@ -186,7 +175,7 @@ class Runs(Generic[_AnyRun]):
         """
         settings, part = environment.read_settings(), self._part
         if settings.on_loss is None:
-            group = self._membership.form()
+            group = self._groups.form()
             part.level(group, has_state=False, decision=None)
             run = part.begin(group, None, 0)
             yield run
@@ -194,49 +183,27 @@ class Runs(Generic[_AnyRun]):
             return
         world = environment.read_world()
         assembly = open_assembly(settings, world.rank, world.world_size, self._timeout_s)
-        assembly.check_equal("program", part.describe())
-        assembly.check_equal("settings", self._settings)
-        is_complete = False
+        assembly.check_program(part.describe(), self._settings)
+
+        def level(group: Group, decision: Decision) -> None:
+            part.level(group, has_state=epochs.has_state, decision=decision)
+            if not group.meter.totals.steps:
+                group.meter.begin_at(part.version)
+
+        epochs = Epochs(assembly, self._groups.form, level, version=lambda: part.version, leave=self._groups.leave)
+        epochs.begin()
         for number in itertools.count():
-            formed = self._form(assembly)
-            if formed is None:
-                if not is_complete:
-                    raise ended_early()
-                return
-            run = part.begin(formed, assembly, number)
+            run = part.begin(epochs.group, assembly, number)
             yield run
-            is_complete = run.is_complete
             if not run.is_lost:
                 _check_used(run)
                 assembly.finish()
                 return
-            if run.error is not None:
-                report_loss(assembly, run.group.rank, run.error)
-            self._membership.leave(str(run.error) if run.error is not None else "other processes join")
-
-    def _form(self, assembly: Assembly) -> Group | None:
-        """Form the next group, and bring its ranks to one state; ``None``: the job has ended."""
-        part = self._part
-        formed: list[Group] = []
-
-        def enter(decision: Decision) -> None:
-            group = form_group(assembly, self._membership.form)
-            part.level(group, has_state=self._has_state, decision=decision)
-            self._has_state = True
-            if not group.meter.totals.steps:
-                group.meter.begin_at(part.version)
-            if group.rank == 0:
-                _log.info("membership %d: %d ranks, version %d", decision.epoch, group.world_size, part.version)
-            formed.append(group)
-
-        def meet() -> Decision | None:
-            return assembly.meet(has_state=self._has_state, version=part.version)
-
-        if enter_next_epoch(assembly, meet, enter, self._membership.leave):
-            return formed[-1]
-        if not self._has_state:
-            end_too_late(assembly)
-        return None
+            epochs.leave(JOINING if run.error is None else run.error)
+            if not epochs.enter():
+                if not run.is_complete:
+                    raise ended_early()
+                return
 
 
 def latest_version(group: Group, version: int | None) -> tuple[int, list[int]]:

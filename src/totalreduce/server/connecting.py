@@ -20,7 +20,7 @@ from totalreduce.groups.agreement import agree_or_refuse
 from totalreduce.groups.group import Group
 from totalreduce.kernels import ahead
 from totalreduce.recovery.assembly import Assembly
-from totalreduce.recovery.forming import open_assembly
+from totalreduce.recovery.epochs import CLOSE_S, open_assembly
 from totalreduce.server.announcements import announce
 from totalreduce.server.client import Client
 from totalreduce.server.clocks import Consistency
@@ -210,13 +210,12 @@ def begin_in_job(
         SystemExit: With ``--on-loss shrink``: the others have ended the job.
     """
     lines = [f"{name}: {value}" for name, value in setup.describe().items()]
-    assembly.check_equal("program", "\n".join(["parameter server", *lines]))
-    assembly.check_equal("settings", group.formation_settings)
+    assembly.check_program("\n".join(["parameter server", *lines]), group.formation_settings)
     assert group.formation is not None
     parts = _Parts(group.rank, setup, "parameter server")
     restored = int(assembly.first_value(_RESTORED, str(0 if setup.restore is None else find_snapshot(setup.restore))))
     origin = Origin(assembly.first_value(_RUN, uuid4().hex), setup.restore, restored)
-    group.close(1.0)
+    group.close(CLOSE_S)
     renewal = Renewal(
         *(assembly, group.formation),
         Holdings((assembly.seat, assembly.incarnation), parts.server, parts.spec, parts.make_shard),

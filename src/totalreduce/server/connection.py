@@ -33,7 +33,7 @@ from totalreduce.foundation.errors import (
     TotalReduceError,
 )
 from totalreduce.foundation.forking import HomeProcess
-from totalreduce.recovery.forming import ended_early
+from totalreduce.recovery.epochs import ended_early
 from totalreduce.server.arguments import Keys, Values, array_of, keys_of, readable
 from totalreduce.server.client import PLAIN, Call, Client, Manner
 from totalreduce.server.messages import Kind, Message, Spec

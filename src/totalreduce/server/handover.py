@@ -163,7 +163,6 @@ class Holdings:
 
     Attributes:
         server: Serves them.
-        has_state: Whether this process was ready in some epoch.
     """
 
     def __init__(
@@ -177,7 +176,7 @@ class Holdings:
             spec: Of the table.
             make_shard: Makes a shard, with the values with which the job begins, or with zeros.
         """
-        self.server, self.has_state = server, False
+        self.server = server
         self._seat, self._spec, self._make_shard = member[0], spec, make_shard
         self._held: dict[int, _Held] = {}
         self._plan: Plan | None = None
@@ -280,7 +279,6 @@ class Holdings:
             if self._seat in chain:
                 self._held[shard].places[self._plan.epoch] = chain.index(self._seat)
         self._standing = replace(self._standing, is_ready=True)
-        self.has_state = True
 
     def serve(self) -> None:
         """Begin to serve: all members are ready, so places of earlier epochs are of no use any more."""

@@ -6,7 +6,6 @@ shard (``placement``), and who gets it from whom (``handover``).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,17 +14,13 @@ from typing import Any, final
 from totalreduce.foundation.errors import PeerLost
 from totalreduce.groups.group import Group
 from totalreduce.recovery.assembly import NEWCOMERS_S, Assembly
-from totalreduce.recovery.forming import end_too_late, enter_next_epoch, form_group, report_loss, send_value
+from totalreduce.recovery.epochs import Epochs
 from totalreduce.recovery.membership import Decision
+from totalreduce.recovery.sharing import send_value
 from totalreduce.server.handover import Handover, Holdings, Standing
 from totalreduce.server.placement import chains_of
 
 __all__ = ["Epoch", "Renewal"]
-
-_log = logging.getLogger(__name__)
-
-#: How long the end of a group may take whose members are lost.
-_CLOSE_S = 1.0
 
 
 @final
@@ -74,21 +69,22 @@ class Renewal:
             shards: The numbers of the shards.
             replicas: The number of servers that hold each shard.
         """
-        self._assembly, self._formation, self._holdings = assembly, formation, holdings
+        self._epochs, self._holdings = Epochs(assembly, formation, self._level), holdings
         self._servers, self._shards, self._replicas = servers, shards, replicas
-        self._group: Group | None = None
+        self._entered: Epoch | None = None  #: The epoch that was entered last.
 
     @property
     def patience_s(self) -> float | None:
         """After how many seconds ``has_newcomers`` is to be called again; ``None``: never."""
-        return NEWCOMERS_S if self._assembly.policy.on_loss == "shrink" else None
+        return NEWCOMERS_S if self._epochs.assembly.policy.on_loss == "shrink" else None
 
     def has_newcomers(self) -> bool:
         """Return whether processes wait to join, and this is the one that looks for them. It looks now and then."""
-        current = self._assembly.current
-        if self.patience_s is None or current is None or current.members[0].seat != self._assembly.seat:
+        assembly = self._epochs.assembly
+        current = assembly.current
+        if self.patience_s is None or current is None or current.members[0].seat != assembly.seat:
             return False
-        return self._assembly.has_newcomers(self.patience_s)
+        return assembly.has_newcomers(self.patience_s)
 
     def begin(self) -> Epoch:
         """Enter the first epoch of this process.
@@ -97,10 +93,9 @@ class Renewal:
             RecoveryError: Too few processes have come in time, or all servers of a shard are lost.
             SystemExit: With ``--on-loss shrink``: the others have ended the job.
         """
-        epoch = self._next()
-        if epoch is None:
-            end_too_late(self._assembly)
-        return epoch
+        self._epochs.begin()
+        assert self._entered is not None
+        return self._entered
 
     def renew(self, reason: PeerLost | str) -> Epoch | None:
         """Leave the group, and enter the next epoch; ``None``: the others have ended the job.
@@ -111,37 +106,17 @@ class Renewal:
         Raises:
             RecoveryError: As for ``begin``.
         """
-        if isinstance(reason, PeerLost) and self._group is not None:
-            report_loss(self._assembly, self._group.rank, reason)
-        self._leave(str(reason))
-        return self._next()
+        self._epochs.leave(reason)
+        return self._entered if self._epochs.enter() else None
 
     def end(self, *, is_complete: bool) -> None:
         """Leave the group. ``is_complete``: all workers have finished, so the job has ended."""
         if is_complete:
-            self._assembly.finish()
-        self._leave("this rank has ended its connection to the parameter server")
+            self._epochs.assembly.finish()
+        self._epochs.leave("this rank has ended its connection to the parameter server")
 
-    def _leave(self, reason: str) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.close(_CLOSE_S, reason=reason)
-
-    def _next(self) -> Epoch | None:
-        entered: list[Epoch] = []
-
-        def meet() -> Decision | None:
-            return self._assembly.meet(has_state=self._holdings.has_state)
-
-        if enter_next_epoch(self._assembly, meet, lambda decision: entered.append(self._enter(decision)), self._leave):
-            return entered[-1]
-        return None
-
-    # -------------------------------------------------------------------------------------------------- an epoch begins
-
-    def _enter(self, decision: Decision) -> Epoch:
-        """Form the group of an epoch, and bring all servers of each chain to the same state. Collective."""
-        group = self._group = form_group(self._assembly, self._formation)
+    def _level(self, group: Group, decision: Decision) -> None:
+        """Bring all servers of each chain to the same state. Collective."""
         holdings, control = self._holdings, group.control
         members = tuple((member.seat, member.incarnation) for member in decision.members)
         seats = tuple(seat for seat, _ in members)
@@ -162,10 +137,8 @@ class Renewal:
         holdings.get_ready()
         control.barrier()
         holdings.serve()
-        self._assembly.begin()
-        if group.rank == 0:
-            _log.info("membership %d of the parameter server: %d ranks", plan.epoch, group.world_size)
-        return Epoch(group, seats, {shard: chain[0] for shard, chain in chains.items()}, clocks)
+        self._epochs.assembly.begin()
+        self._entered = Epoch(group, seats, {shard: chain[0] for shard, chain in chains.items()}, clocks)
 
 
 def _send(

@@ -12,7 +12,7 @@ from totalreduce.foundation import environment
 from totalreduce.foundation.errors import TotalReduceError
 from totalreduce.groups.group import Group
 from totalreduce.launch.bootstrap import init
-from totalreduce.recovery.forming import open_assembly
+from totalreduce.recovery.epochs import open_assembly
 from totalreduce.server.announcements import Announcements
 from totalreduce.server.connecting import VALUE, begin_in_group, begin_in_job
 from totalreduce.server.connection import Connection

@@ -14,7 +14,7 @@ from totalreduce.launch.hosts import Place
 from totalreduce.launch.local import EmulateOptions, run_workers
 from totalreduce.launch.recovery import RecoveryOptions
 from totalreduce.launch.workers import common_environment, seat_environment
-from totalreduce.recovery.forming import open_assembly
+from totalreduce.recovery.epochs import open_assembly
 from totalreduce.server.optimizers import Optimizer
 from totalreduce.server.setup import Setup
 

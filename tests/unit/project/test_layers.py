@@ -234,7 +234,6 @@ LARGE = {
     "pytorch/local_steps.py LocalSteps": (32, 19, "a step that can be undone, and join"),
     "pytorch/optimizer.py DistributedOptimizer": (47, 20, "the methods of torch's optimizers"),
     "pytorch/reducer.py Reducer": (20, 17, "which ranks have data"),
-    "recovery/job.py Job": (38, 16, "the life of blocks and groups"),
     "relay/relay.py Relay": (23, 16, "what of its memory is free"),
     "runner/runner.py Runner": (31, 17, "how threads end"),
     "server/client.py Client": (38, 18, "it cuts, encodes, filters, sends and sends again"),

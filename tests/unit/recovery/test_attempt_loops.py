@@ -15,7 +15,7 @@ from totalreduce.foundation.types import ReduceOp
 from totalreduce.recovery import runs as module
 from totalreduce.recovery.attempts import Attempt, Attempts
 from totalreduce.recovery.copies import ShardCopies
-from totalreduce.recovery.runs import Runs
+from totalreduce.recovery.epochs import Epochs
 from totalreduce.recovery.sampler import ElasticSampler
 from totalreduce.recovery.snapshots import Snapshots
 from totalreduce.recovery.state import State
@@ -102,12 +102,17 @@ def test_an_error_that_the_program_makes_of_a_loss_is_its_own(error: type[BaseEx
 def test_a_job_that_the_others_have_ended(monkeypatch: pytest.MonkeyPatch, is_complete: bool) -> None:
     """A rank that had come to its end has ended, too. One that had not has lost its part of the job."""
     formed = iter([group_of(True), None])
+
+    def enter(epochs: Epochs) -> bool:
+        epochs._group = next(formed)
+        return epochs._group is not None
+
     monkeypatch.setenv("TOTALREDUCE_ON_LOSS", "replace")
-    assembly = SimpleNamespace(check_equal=lambda *_: None, finish=lambda: None, policy=None, suspect=lambda _: None)
+    assembly = SimpleNamespace(check_program=lambda *_: None, finish=lambda: None, policy=None, suspect=lambda _: None)
     monkeypatch.setattr(module, "open_assembly", lambda *_: assembly)
-    monkeypatch.setattr(Runs, "_form", lambda *_: next(formed))
-    membership = SimpleNamespace(leave=lambda _: None)
-    loop = iter(Attempts(make_state(), membership, timeout_s=1.0))
+    monkeypatch.setattr(Epochs, "enter", enter)
+    groups = SimpleNamespace(form=group_of, leave=lambda _: None)
+    loop = iter(Attempts(make_state(), groups, timeout_s=1.0))
     with next(loop) as attempt:
         if not is_complete:
             raise PeerLost(1, "gone")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from totalreduce.recovery.buffers import BufferRow, KeptBuffers, buffers_of
-from totalreduce.recovery.forming import seed_generators
+from totalreduce.recovery.sharing import seed_generators
 
 
 class Model(nn.Module):

@@ -13,10 +13,11 @@ from totalreduce.foundation.errors import ConfigurationError, PeerLost, Recovery
 from totalreduce.launch.recovery import RecoveryOptions, Restarts, worker_variables
 from totalreduce.pytorch.optimizer import DistributedOptimizer
 from totalreduce.recovery.dealing import batches_of, samples_of_step, steps_of
-from totalreduce.recovery.forming import compare_states, send_state
+from totalreduce.recovery.epochs import Epochs
 from totalreduce.recovery.job import recoverable
 from totalreduce.recovery.membership import Decision, Member, Membership, Policy, Report
 from totalreduce.recovery.sampler import ElasticSampler
+from totalreduce.recovery.sharing import compare_states, send_state
 from totalreduce.recovery.state import State
 from totalreduce.recovery.stream import ElasticStream
 from totalreduce.recovery.wishes import Wish
@@ -290,8 +291,9 @@ def test_after_a_signal_the_loss_of_a_rank_at_the_end_is_the_end_of_the_job() ->
         optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, group=group)
         job = recoverable(State(model=model, optimizer=optimizer))
         said = []
-        job._assembly = SimpleNamespace(finish=lambda: said.append("finished"), suspect=said.append)
-        job._agreed = Wish.END
+        assembly = SimpleNamespace(finish=lambda: said.append("finished"), suspect=said.append)
+        job._blocks.epochs = Epochs(assembly, None, None)
+        job._blocks.wish = Wish.END
         job.group = SimpleNamespace(rank=0, barrier=lambda: raise_(PeerLost(1, "gone")), close=lambda *_, **__: None)
         job._finish()
         return said

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from totalreduce.foundation.errors import ConfigurationError, RecoveryError
-from totalreduce.recovery.forming import begin_from_disk
 from totalreduce.recovery.sampler import ElasticSampler
+from totalreduce.recovery.sharing import begin_from_disk
 from totalreduce.recovery.snapshots import Snapshots
 from totalreduce.recovery.state import State
 

@@ -10,7 +10,8 @@ import torch
 
 import totalreduce.horovod as hvd
 from totalreduce.foundation.errors import ConfigurationError, PlanMismatchError, RendezvousError
-from totalreduce.recovery import forming
+from totalreduce.recovery import sharing
+from totalreduce.recovery.epochs import Epochs
 from totalreduce.recovery.membership import Decision, Member
 from totalreduce.recovery.snapshots import Snapshots
 from totalreduce.recovery.state import State
@@ -143,12 +144,12 @@ def test_a_job_goes_on_from_the_disk_with_what_it_has_trained(tmp_path: Path, ca
     snapshots.wait()
     for layers in (slice(1, 3), slice(2, 3), slice(0, 3)):
         new = Process(layers=layers)
-        forming.begin_from_disk(new.state, snapshots)
+        sharing.begin_from_disk(new.state, snapshots)
         assert new.state.digests() == old.state.digests()
         assert new.trains() == old.trains()
         assert "the job goes on with those of the snapshot" in caplog.text
         caplog.clear()
-    forming.begin_from_disk(new.state, snapshots)
+    sharing.begin_from_disk(new.state, snapshots)
     assert not caplog.text
 
 
@@ -174,11 +175,14 @@ def enter(error: Exception, *, has_state: bool, joins: bool, deadline_s: float =
     assembly = SimpleNamespace(seat=0, incarnation=0, policy=SimpleNamespace(deadline_s=deadline_s))
     errors, left = [error], []
 
-    def form(_: Decision) -> None:
+    def level(*_: object) -> None:
         if errors:
             raise errors.pop()
 
-    return left, forming.enter_next_epoch(assembly, lambda: decision, form, left.append)
+    assembly.meet = lambda **_: decision
+    epochs = Epochs(assembly, None, level, leave=left.append)
+    epochs._form_group = lambda _: SimpleNamespace(rank=1)
+    return left, epochs.enter()
 
 
 def test_a_plan_that_differs_is_that_of_the_process_that_joins() -> None:

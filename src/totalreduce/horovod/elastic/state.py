@@ -16,9 +16,9 @@ from totalreduce.horovod.context import context
 from totalreduce.horovod.elastic.sampler import ElasticSampler
 from totalreduce.pytorch.optimizer import DistributedOptimizer
 from totalreduce.pytorch.wrapper import OptimizerWrapper
-from totalreduce.recovery.forming import send_state
 from totalreduce.recovery.places import Places
 from totalreduce.recovery.runs import Run
+from totalreduce.recovery.sharing import send_state
 from totalreduce.recovery.state import Stateful, load_object
 from totalreduce.recovery.trained import Trained
 from totalreduce.tensors.modes import write
@@ -361,7 +361,7 @@ class TorchState(ObjectState):
 @final
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """The values of a state as they travel between ranks (``forming.Shared``)."""
+    """The values of a state as they travel between ranks (``sharing.Shared``)."""
 
     state: ObjectState
 
