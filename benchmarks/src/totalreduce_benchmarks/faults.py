@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -19,12 +18,11 @@ from totalreduce.bench.machine import describe_machine
 from totalreduce.bench.plots import Line, draw_lines
 from totalreduce.bench.records import to_document
 from totalreduce.bench.report import Report, Table
-from totalreduce.foundation import checks, environment
+from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.os_errors import describe_error
-from totalreduce.launch.local import RecoveryOptions, RunResult, run_workers
 from totalreduce_benchmarks.faults_injector import HUNG_S, Injected, Injector, Schedule
-from totalreduce_benchmarks.faults_job import RunningJob
+from totalreduce_benchmarks.faults_job import RunningJob, run_job, variables, write_config
 from totalreduce_benchmarks.faults_kinds import KINDS, FaultPlan
 from totalreduce_benchmarks.faults_peers import PeerFaults
 from totalreduce_benchmarks.faults_records import FaultsConfig, Final, read_lines
@@ -225,14 +223,9 @@ def _measure(
 ) -> tuple[FaultsFigure, dict[str, Any]]:
     job = RunningJob(folder, setting.ranks)
     injector = Injector(job, FaultPlan(parameters.kinds), parameters.schedule(interval_s), folder)
-    recovery = RecoveryOptions(
-        on_loss="shrink" if parameters.on_loss == "shrink" else "replace",
-        restarts=4 * parameters.num_faults(interval_s) + 10,
-        spares=parameters.spares,
-        on_event=job.on_event,
-    )
+    recovery = job.recovery(parameters.on_loss, parameters.num_faults(interval_s), parameters.spares)
     injector.start()
-    outcome = _run(setting, _config(setting, parameters, folder, parameters.step_ms, 0), recovery)
+    outcome = run_job(_WORKER, _config(setting, parameters, folder, parameters.step_ms, 0), setting, recovery)
     if injector.error is not None:
         raise BenchmarkFailedError(
             f"no more faults could be caused: {describe_error(injector.error)}"
@@ -253,7 +246,7 @@ def _measure_torchrun(
     """Run the same job under torchrun: after a loss all processes start again, from the last snapshot on disk."""
     faults = _peer(TorchrunFaults, setting, parameters, interval_s, folder)
     config = _config(setting, parameters, folder, parameters.step_ms, parameters.snapshot_every)
-    faults.run(["-m", _WORKER, str(config)], {"OMP_NUM_THREADS": "1", **_environment()}, hung_s=2 * HUNG_S)
+    faults.run(["-m", _WORKER, str(config)], {"OMP_NUM_THREADS": "1", **variables()}, hung_s=2 * HUNG_S)
     finals = _finals(folder)
     undisturbed = _undisturbed(setting, parameters, finals[0].version) if finals else []
     wrong = [(each.digest, each.buffers) for each in finals] != undisturbed
@@ -266,8 +259,7 @@ def _measure_torchft(
     """Run the same model and step by torchft: ranks have the same state at each version, but other samples."""
     faults = _peer(TorchftFaults, setting, parameters, interval_s, folder)
     config = _config(setting, parameters, folder, parameters.step_ms, 0)
-    environment = {"OMP_NUM_THREADS": "1", **_environment()}
-    faults.run(parameters.torchft, config, environment, hung_s=2 * HUNG_S)
+    faults.run(parameters.torchft, config, {"OMP_NUM_THREADS": "1", **variables()}, hung_s=2 * HUNG_S)
     finals = _finals(folder)
     wrong = len({final.digest for final in finals}) > 1
     return _summary(parameters, "torchft", folder, finals, faults, ends_wrong=wrong)
@@ -307,14 +299,7 @@ def _config(setting: Setting, parameters: FaultsParameters, folder: Path, step_m
         snapshot_every,
         setting.ranks,
     )
-    path = folder / "config.json"
-    path.write_text(json.dumps(asdict(config)), encoding="utf-8")
-    return path
-
-
-def _environment() -> dict[str, str]:
-    """Return the variables of all runs: two that measure links may choose schedules that add in different orders."""
-    return {"TOTALREDUCE_LINKS": "off", **environment.current()}
+    return write_config(config)
 
 
 def _finals(folder: Path) -> list[Final]:
@@ -323,25 +308,14 @@ def _finals(folder: Path) -> list[Final]:
     return [Final(**json.loads(path.read_text())) for path in paths]
 
 
-def _run(setting: Setting, config: Path, recovery: RecoveryOptions | None) -> RunResult:
-    """Run the job; without ``recovery`` no rank is replaced."""
-    return run_workers(
-        [sys.executable, "-m", _WORKER, str(config)],
-        num_workers=setting.ranks,
-        emulate=setting.emulate,
-        environment=_environment(),
-        output="capture",
-        recovery=recovery,
-        timeout_s=_REFERENCE_S if recovery is None else None,
-    )
-
-
 def _undisturbed(setting: Setting, parameters: FaultsParameters, version: int) -> list[tuple[str, str]]:
     """Return the digests of the state and of the buffers, by rank, of a run to the version without faults."""
     with tempfile.TemporaryDirectory(prefix="totalreduce-faults-") as name:
         folder = Path(name)
         (folder / "stop").write_text(str(version), encoding="utf-8")
-        require_success(_run(setting, _config(setting, parameters, folder, 0.0, 0), None), "the undisturbed job")
+        config = _config(setting, parameters, folder, 0.0, 0)
+        outcome = run_job(_WORKER, config, setting, None, timeout_s=_REFERENCE_S)
+        require_success(outcome, "the undisturbed job")
         return [(final.digest, final.buffers) for final in _finals(folder)]
 
 

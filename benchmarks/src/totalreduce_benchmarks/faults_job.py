@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
+import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, final
 
-from totalreduce_benchmarks.faults_records import last_block
+from totalreduce.bench.launching import Setting
+from totalreduce.foundation import environment
+from totalreduce.launch.local import RecoveryOptions, run_workers
+from totalreduce.launch.workers import RunResult
+from totalreduce_benchmarks.faults_records import FaultsConfig, last_block
+from totalreduce_benchmarks.ps_faults_records import PsFaultsConfig
 
-__all__ = ["RunningJob"]
+__all__ = ["RunningJob", "run_job", "variables", "write_config"]
 
 #: How often the events and the logs are looked at.
 _LOOK_S = 0.05
@@ -38,6 +46,15 @@ class RunningJob:
         self._keeper_pid: int | None = None
         self._disturbed_at = 0.0  #: The time of day of the last decision on members, or of the last fault.
         self._changed = threading.Condition()
+
+    def recovery(self, on_loss: str, num_faults: int, spares: int) -> RecoveryOptions:
+        """Return how the launcher replaces what so many faults end; it reports its events to this object."""
+        return RecoveryOptions(
+            on_loss="shrink" if on_loss == "shrink" else "replace",
+            restarts=4 * num_faults + 10,
+            spares=spares,
+            on_event=self.on_event,
+        )
 
     def on_event(self, event: dict[str, Any]) -> None:
         """Follow the launcher's events."""
@@ -153,3 +170,30 @@ class RunningJob:
     def _is_complete(self) -> bool:
         running = [(rank, self._incarnations[rank]) for rank in sorted(self._pids)]
         return len(running) == self.num_ranks and self._members == running
+
+
+def write_config(config: FaultsConfig | PsFaultsConfig) -> Path:
+    """Write what the workers do into their folder; return the file."""
+    path = Path(config.folder) / "config.json"
+    path.write_text(json.dumps(asdict(config)), encoding="utf-8")
+    return path
+
+
+def variables() -> dict[str, str]:
+    """Return the variables of all runs: two that measure links may choose schedules that add in different orders."""
+    return {"TOTALREDUCE_LINKS": "off", **environment.current()}
+
+
+def run_job(
+    worker: str, config: Path, setting: Setting, recovery: RecoveryOptions | None, *, timeout_s: float | None = None
+) -> RunResult:
+    """Run a module on all ranks; without ``recovery`` no rank is replaced."""
+    return run_workers(
+        [sys.executable, "-m", worker, str(config)],
+        num_workers=setting.ranks,
+        emulate=setting.emulate,
+        environment=variables(),
+        output="capture",
+        recovery=recovery,
+        timeout_s=timeout_s,
+    )

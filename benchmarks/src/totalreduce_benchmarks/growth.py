@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from totalreduce.bench.arithmetic import bus_factor, format_count, parse_count, parse_sizes
-from totalreduce.bench.command import benchmark, split_names
+from totalreduce.bench.command import benchmark, split_names, split_ranks
 from totalreduce.bench.launching import Setting, run_benchmark
 from totalreduce.bench.machine import describe_machine
 from totalreduce.bench.methods import make_method
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 PROCESSES, SIMULATED = "processes", "lockstep"
 #: Those whose exchange only writes to the gradients, so that ranks may share them.
 _METHODS = ("oktopk", "topka", "gtopk")
-_RANKS_MAX = 4096
 _SEED = 13
 _SIGNAL = 0.1
 
@@ -113,9 +112,12 @@ def bench_growth(
         )
 
         wanted = [] if schedules == "all" else split_names("--schedules", schedules, tuple(SCHEDULES))
-        return dense_report(_sizes("--lockstep", lockstep), parse_sizes(sizes), wanted)
+        return dense_report(split_ranks("--lockstep", lockstep), parse_sizes(sizes), wanted)
     names = split_names("--methods", methods, _METHODS)
-    numbers, simulated = _sizes("--processes", processes), _sizes("--lockstep", lockstep)
+    numbers, simulated = (
+        split_ranks(option, text, may_be_empty=True)
+        for option, text in (("--processes", processes), ("--lockstep", lockstep))
+    )
     if not numbers and not simulated:
         raise ConfigurationError("with neither --processes nor --lockstep there is nothing to count")
     k = parse_count(selected)
@@ -242,13 +244,6 @@ def _cut_short(exchange: Generator[Any, Any, Update | None], ended: list[bool], 
             ended.append(True)
             return
         reply = yield action
-
-
-def _sizes(option: str, text: str) -> list[int]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not all(word.isdecimal() and 2 <= int(word) <= _RANKS_MAX for word in words):
-        raise ConfigurationError(f"{option} takes numbers of ranks from 2 to {_RANKS_MAX}, as 2,4,8, not {text!r}")
-    return [int(word) for word in dict.fromkeys(words)]
 
 
 def _lines(figures: list[GrowthFigure], density: float) -> Iterator[Line]:

@@ -13,13 +13,12 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from totalreduce.bench.command import benchmark, split_names
+from totalreduce.bench.command import benchmark, split_names, split_ranks
 from totalreduce.bench.launching import Setting, run_benchmark
 from totalreduce.bench.machine import describe_machine
 from totalreduce.bench.records import from_document, to_document
 from totalreduce.bench.report import Report, Table, duration, print_progress, seconds
 from totalreduce.bench.sampling import Estimate, estimate
-from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.planning.machines import Calibration, Machines
 from totalreduce.planning.traces import Trace
 from totalreduce_benchmarks.kept import KeptResults
@@ -148,7 +147,7 @@ def bench_plan(
     cores of this machine, which a prediction takes into account. Each launch measures all models. Needs root and Linux.
     """
     names, links = split_names("--models", models, _MODELS), [text.strip() for text in rates.split(",")]
-    sizes = _sizes(hosts)
+    sizes = split_ranks("--hosts", hosts)
     from totalreduce.planning.calibration import measure_calibration
     from totalreduce.planning.prediction import check_contestant
     from totalreduce_benchmarks.plan_trace_worker import TraceParameters, TraceSamples
@@ -264,13 +263,6 @@ def compared(
 def _typical(traces: Sequence[Trace]) -> Trace:
     """Return the trace whose step takes the median time."""
     return sorted(traces, key=lambda trace: trace.period_s)[len(traces) // 2]
-
-
-def _sizes(text: str) -> list[int]:
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) >= 2 for word in words):
-        raise ConfigurationError(f"--hosts takes numbers from 2, as 2,4,8, not {text!r}")
-    return [int(word) for word in words]
 
 
 def _table(figures: list[PlanFigure]) -> Table[PlanFigure]:

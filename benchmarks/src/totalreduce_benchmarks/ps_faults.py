@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import signal
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -20,13 +19,11 @@ from totalreduce.bench.launching import BenchmarkFailedError, Setting, require_s
 from totalreduce.bench.machine import describe_machine
 from totalreduce.bench.records import to_document
 from totalreduce.bench.report import Report, Table
-from totalreduce.foundation import checks, environment
+from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.os_errors import describe_error
-from totalreduce.launch.local import run_workers
-from totalreduce.launch.recovery import RecoveryOptions
 from totalreduce_benchmarks.faults_injector import Injector, Schedule
-from totalreduce_benchmarks.faults_job import RunningJob
+from totalreduce_benchmarks.faults_job import RunningJob, run_job, write_config
 from totalreduce_benchmarks.faults_kinds import FaultKind, FaultPlan
 from totalreduce_benchmarks.faults_records import read_lines
 from totalreduce_benchmarks.ps_faults_records import PsFaultsConfig
@@ -174,24 +171,13 @@ def measure_ps_faults(
         parameters.rule,
         parameters.step_ms,
     )
-    path = folder / "config.json"
-    path.write_text(json.dumps(asdict(config)))
+    path = write_config(config)
     job = RunningJob(folder, setting.ranks)
     plan = parameters.plan(range(num_workers), range(setting.ranks - parameters.servers, setting.ranks))
     injector = Injector(job, plan, Schedule(parameters.interval, 0, seed=parameters.seed), folder)
     injector.start()
-    outcome = run_workers(
-        [sys.executable, "-m", "totalreduce_benchmarks.ps_faults_worker", str(path)],
-        num_workers=setting.ranks,
-        environment={"TOTALREDUCE_LINKS": "off", "OMP_NUM_THREADS": "1", **environment.current()},
-        output="capture",
-        recovery=RecoveryOptions(
-            on_loss="shrink" if parameters.on_loss == "shrink" else "replace",
-            restarts=4 * plan.total(0) + 10,
-            spares=parameters.spares,
-            on_event=job.on_event,
-        ),
-    )
+    recovery = job.recovery(parameters.on_loss, plan.total(0), parameters.spares)
+    outcome = run_job("totalreduce_benchmarks.ps_faults_worker", path, setting, recovery)
     if injector.hung or injector.error is not None:
         why = "" if injector.error is None else f": {describe_error(injector.error)}"
         ends = [(rank, text.splitlines()[-_LINES_MAX:]) for rank, text in enumerate(outcome.errors)]

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from totalreduce.bench.arithmetic import parse_count, parse_sizes
-from totalreduce.bench.command import benchmark, split_names
+from totalreduce.bench.command import benchmark, split_names, split_ranks
 from totalreduce.bench.launching import BenchmarkFailedError, Setting, require_success, run_job
 from totalreduce.bench.machine import describe_machine
 from totalreduce.bench.records import from_document, to_document
@@ -150,7 +150,7 @@ def bench_versions(
     stands the processor time per operation. The measuring program uses the public interface only.
     """
     versions = [find_version("old", old), find_version("new", new)]
-    counts = [_parse_ranks(word) for word in ranks.split(",")]
+    counts = split_ranks("--ranks", ranks, least=1)
     jobs = [
         Job(kind, count, transport)
         for kind in split_names("--what", what, _KINDS)
@@ -249,12 +249,6 @@ def _launch(version: Version, job: Job, settings: dict[str, Any]) -> list[RankSa
     if version.source is not None and not package.startswith(version.source):
         raise BenchmarkFailedError(f"the {version.label} version is {package}, not that of {version.source}")
     return samples
-
-
-def _parse_ranks(word: str) -> int:
-    if not word.strip().isdecimal() or int(word) < 1:
-        raise ConfigurationError(f"--ranks takes numbers from 1, separated by commas, not {word!r}")
-    return int(word)
 
 
 def _table(versions: Sequence[Version], rounds: int, figures: list[VersionsFigure]) -> Table[VersionsFigure]:

@@ -58,6 +58,7 @@ _SHARED: dict[str, tuple[Any, Any]] = {
     ),
     "rounds": (Annotated[int, typer.Option(help="How often each peer is measured.")], 1),
 }
+_RANKS_MAX = 4096
 _JSON = Annotated[
     Path | None, typer.Option("--json", help="Write every figure, all samples, versions and machine to this file.")
 ]
@@ -197,6 +198,16 @@ def split_names(option: str, text: str, known: Sequence[str]) -> list[str]:
     if not names or set(names) - set(known):
         raise ConfigurationError(f"{option} takes {', '.join(known)}, not {text!r}")
     return names
+
+
+def split_ranks(option: str, text: str, *, least: int = 2, may_be_empty: bool = False) -> list[int]:
+    """Return the different numbers of ranks of a list separated by commas."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not (words or may_be_empty) or not all(word.isdecimal() and least <= int(word) <= _RANKS_MAX for word in words):
+        raise ConfigurationError(
+            f"{option} takes numbers of ranks from {least} to {_RANKS_MAX}, as 2,4,8, not {text!r}"
+        )
+    return list(dict.fromkeys(map(int, words)))
 
 
 def _named_path(text: str) -> tuple[str, Path]:

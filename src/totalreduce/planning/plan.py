@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from totalreduce.bench.arithmetic import parse_count
-from totalreduce.bench.command import benchmark
+from totalreduce.bench.command import benchmark, split_ranks
 from totalreduce.bench.machine import describe_machine
 from totalreduce.bench.plots import Line, draw_lines
 from totalreduce.bench.report import Report, Table, number, print_progress, seconds, size
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PlanCommand", "make_trace", "plan"]
 
-_RANKS_MAX = 4096
 #: Layers of a model of which only the number of parameters is known, and the forward pass's share of its step.
 _LAYERS, _FORWARD_SHARE = 48, 1 / 3
 
@@ -130,7 +129,7 @@ def plan(
         raise ConfigurationError("--by names nothing")
     for text in contestants:
         check_contestant(text, density)
-    sizes = _sizes(ranks)
+    sizes = split_ranks("--ranks", ranks)
     model = _model(trace, arguments or [], script, num_parameters, step_ms).scaled(time=1 / compute)
     planner = Planner(
         model,
@@ -219,13 +218,6 @@ def _model(
 def _machines(path: Path | None, **given: Any) -> Machines:
     known = Machines() if path is None else read_machines(path)
     return replace(known, **{name: value for name, value in given.items() if value is not None})
-
-
-def _sizes(text: str) -> list[int]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or not all(word.isdecimal() and 2 <= int(word) <= _RANKS_MAX for word in words):
-        raise ConfigurationError(f"--ranks takes numbers of ranks from 2 to {_RANKS_MAX}, as 2,4,8, not {text!r}")
-    return [int(word) for word in dict.fromkeys(words)]
 
 
 def _lines(model: Trace, found: Sequence[Prediction]) -> Iterator[Line]:
