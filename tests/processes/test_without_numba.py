@@ -27,7 +27,9 @@ CACHES = {name: value for name, value in os.environ.items() if name == "XDG_CACH
 
 
 def run(home: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    env = {"PATH": "/usr/bin:/bin", "HOME": str(home), "OMP_NUM_THREADS": "1", **variables}
+    # On a loaded machine a rank that is silent for two seconds is not dead.
+    own = {"OMP_NUM_THREADS": "1", "TOTALREDUCE_PEER_TIMEOUT_S": "30"}
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(home), **own, **variables}
     command = [sys.executable, "-m", "totalreduce", "run", "-n", "2", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=env)
 
