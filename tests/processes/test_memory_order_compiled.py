@@ -85,11 +85,12 @@ def test_the_functions_that_keep_the_order_do_so_on_aarch64(tmp_path):
 def test_the_exchange_accesses_its_shared_words_in_order_on_aarch64():
     assembly = cross_compiled("totalreduce.kernels.exchange_code")
     # Words of the head. The places of those of the peers depend on the number of ranks.
-    shared = {8 * getattr(exchange, name) for name in exchange.SHARED if not name.startswith("PEER_")}
+    names = [word.removeprefix("HEAD.") for word in exchange.SHARED if word.startswith("HEAD.")]
+    shared = {8 * getattr(exchange.HEAD, name) for name in names}
     assert shared <= ordered_offsets(assembly, "stlr") | ordered_offsets(assembly, "stlxr\\s+\\w+,")
-    assert shared - {8 * exchange.CULPRIT} <= ordered_offsets(assembly, "ldar")
-    assert not shared & plain_offsets(assembly) - {8 * exchange.FOUND}
-    entries = {getattr(exchange, name) for name in vars(exchange) if name.startswith("E_")}
+    assert shared - {8 * exchange.HEAD.culprit} <= ordered_offsets(assembly, "ldar")
+    assert not shared & plain_offsets(assembly) - {8 * exchange.HEAD.found}
+    entries = {at for name, at in vars(exchange.ENTRY).items() if name != "num_words"}
     assert entries - {0} <= ordered_offsets(assembly, "stlr")
 
 

@@ -23,6 +23,7 @@ from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups import checked
 from totalreduce.groups.group import Group
 from totalreduce.kernels import exchange
+from totalreduce.kernels.exchange import HEAD, PEER
 from totalreduce.testing import run_ranks
 from totalreduce.testing.ranks import make_groups
 
@@ -234,7 +235,7 @@ def test_large_tensors_are_read_where_they_are(world_size: int, monkeypatch: pyt
             def offered(operation):
                 carriage = offer(operation)
                 if carriage is not None and carriage.plan.publishes:
-                    staged.append(carriage.words[exchange.SOURCE] >= 0)
+                    staged.append(carriage.words[HEAD.source] >= 0)
                 return carriage
 
             lane.take = offered
@@ -500,11 +501,11 @@ def test_a_tensor_that_is_not_contiguous() -> None:
 
 
 LIES = {
-    "a tensor beyond the end": {exchange.SOURCE: 1 << 60},
-    "a tensor that begins within the board": {exchange.SOURCE: 4096},
-    "a tensor between elements": {exchange.SOURCE: (1 << 30) + 1},
-    "a stage beyond the board": {exchange.STAGE: 1 << 40},
-    "a negative stage": {exchange.STAGE: -64},
+    "a tensor beyond the end": {HEAD.source: 1 << 60},
+    "a tensor that begins within the board": {HEAD.source: 4096},
+    "a tensor between elements": {HEAD.source: (1 << 30) + 1},
+    "a stage beyond the board": {HEAD.stage: 1 << 40},
+    "a negative stage": {HEAD.stage: -64},
 }
 
 
@@ -532,8 +533,8 @@ def test_an_announcement_that_no_correct_rank_makes_is_the_loss_of_its_rank(
                 for word, value in LIES[lie].items():
                     carriage.words[word] = value
                 # Rank 0 announces, and neither copies nor reads its tensor.
-                carriage.words[exchange.TURNS] = carriage.words[exchange.COUNT] = 0
-                carriage.words[carriage.plan.peers[0] + exchange.PART_COUNT] = 0
+                carriage.words[HEAD.turns] = carriage.words[HEAD.count] = 0
+                carriage.words[carriage.plan.peers[0] + PEER.part_count] = 0
                 lane.exchange(exchange.ADVANCE, carriage.address, 0, 0)
                 lane._wake(carriage)
                 lane.announce = lane.advance = lambda *_, **__: exchange.PENDING

@@ -26,6 +26,7 @@ from totalreduce.foundation.types import PAIRWISE, Algorithm, OpKind, ReduceOp
 from totalreduce.kernels import relay as words
 from totalreduce.kernels.arrays import Array
 from totalreduce.kernels.element_types import FLOAT32, KINDS, REDUCTIONS, SUM, has_code
+from totalreduce.kernels.relay import ROW
 from totalreduce.schedules.actions import NOTHING, Action, Mode, Receive, Send
 
 __all__ = ["RelayPlan", "plan_of"]
@@ -151,7 +152,7 @@ def _plan_of_lanes(layout: OperationLayout, peers: tuple[int, ...]) -> RelayPlan
 
 def _following(rows: array[int]) -> _Positions:
     """Return for each row, and for the end, the first row from there on that receives, and that sends."""
-    length = len(rows) // words.ROW_WORDS
+    length = len(rows) // ROW.num_words
     return [
         (words.next_row(rows, length, index, False), words.next_row(rows, length, index, True))
         for index in range(length + 1)
@@ -196,7 +197,7 @@ class _Sums:
 def _row(sums: _Sums, peers: tuple[int, ...], lane: int, action: Action, region: Region | None) -> tuple[int, ...]:
     """Return the words of a row of ``kernels.relay``."""
     if region is None:
-        return (words.NOTHING, *(words.ROW_WORDS - 1) * [0])
+        return (words.NOTHING, *(ROW.num_words - 1) * [0])
     if isinstance(action, Send):
         what, place = words.SEND, sums.place(lane, region, partial=action.partial)
     elif action.mode is Mode.COMBINE_LAST:
@@ -231,7 +232,7 @@ def _plan_of_blocks(
             rows[-1].extend((what, action.step, 0, at.buffer, at.start, at.body_bytes, at.buffer, at.start))
         signatures.append(signature)
         positions.append(position)
-    longest = max(row[words.LENGTH_BYTES] for row in rows)
+    longest = max(row[ROW.length_bytes] for row in rows)
     lane_peers = [[peers.index(action.peer)] for action in layout.program.actions]
     return RelayPlan(
         peers=peers,

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 
 from totalreduce.kernels import exchange
 from totalreduce.kernels.arrays import Array
+from totalreduce.kernels.exchange import HEAD
 
 __all__ = ["BOARD_BYTES", "CLASS_OF_STAGE", "ENTRIES", "PIECES_BYTES_MAX", "STAGE_CLASSES", "BoardLayout", "StageClass"]
 
@@ -116,7 +117,7 @@ class BoardLayout:
 
     @staticmethod
     def is_whole(num_bytes: int, ranks: int) -> bool:
-        """Return whether so many ranks exchange tensors of this length as a whole (``exchange.IS_WHOLE``)."""
+        """Return whether so many ranks exchange tensors of this length as a whole (``HEAD.is_whole``)."""
         together_max = _WHOLE_BYTES_MAX_OF_TWO if ranks == 2 else _WHOLE_BYTES_MAX
         return num_bytes <= _SMALL_BYTES_MAX or num_bytes * ranks <= together_max
 
@@ -133,7 +134,7 @@ class BoardLayout:
         sets, piece_bytes = 2, self.piece_bytes(ranks)
         if only_piece_bytes is not None:
             sets, piece_bytes = 1, -(-only_piece_bytes // _LINE) * _LINE
-        block[exchange.ENTRIES], block[exchange.BOARD_AT] = ENTRIES, self.board_at
-        block[exchange.STAGES_AT], block[exchange.STAGES_END] = self.stages_at, self.end
-        block[exchange.PIECE_BYTES], block[exchange.RESULTS_AT] = piece_bytes, sets * ranks * piece_bytes
-        block[exchange.STAGE_BYTES] = block[exchange.RESULTS_AT] + sets * piece_bytes
+        block[HEAD.entries], block[HEAD.board_at] = ENTRIES, self.board_at
+        block[HEAD.stages_at], block[HEAD.stages_end] = self.stages_at, self.end
+        block[HEAD.piece_bytes], block[HEAD.results_at] = piece_bytes, sets * ranks * piece_bytes
+        block[HEAD.stage_bytes] = block[HEAD.results_at] + sets * piece_bytes

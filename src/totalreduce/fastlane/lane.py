@@ -27,6 +27,7 @@ from totalreduce.foundation.types import DType, OpKind, ReduceOp
 from totalreduce.kernels import exchange
 from totalreduce.kernels.arrays import Array
 from totalreduce.kernels.element_types import FLOAT32, KINDS, REDUCTIONS, SUM, has_code
+from totalreduce.kernels.exchange import HEAD, PEER
 from totalreduce.schedules.actions import Chunking
 from totalreduce.transports.base import Boards
 
@@ -59,7 +60,7 @@ _UNSTAGED_BYTES_MIN = 3 * 1024 * 1024
 _UNSTAGED_BYTES_MIN_OF_TWO = 24 * 1024 * 1024
 #: The bytes of the tensor of an operation, or of its blocks. In the kinds that the lane takes no rank lacks a block.
 _Buffers = Sequence[memoryview | None]
-#: The address of the tensor; where the other ranks can read it (``exchange.SOURCE``); and the addresses of the blocks,
+#: The address of the tensor; where the other ranks can read it (``HEAD.source``); and the addresses of the blocks,
 #: if the operation has blocks.
 _Place = tuple[int, int, Sequence[int]]
 _NO_PLACE: Final[_Place] = (0, 0, ())
@@ -103,7 +104,7 @@ class _Plan:
     )
 
     def __init__(self, layout: OperationLayout, rank: int, boards: Boards, board: BoardLayout, fetched: Array) -> None:
-        """``fetched``: memory of the lane for ``exchange.FETCHED``."""
+        """``fetched``: memory of the lane for ``HEAD.fetched``."""
         signature, itemsize, size = layout.signature, layout.dtype.itemsize, len(layout.ranks)
         count, blocks = signature.num_elements, signature.sizes
         self.ranks, self.has_blocks = layout.ranks, bool(blocks)
@@ -128,21 +129,21 @@ class _Plan:
         rounds = lane_rounds * (1 if is_whole else num_lanes)
         self.is_short = is_whole or (rounds == 1 and count * itemsize <= _SHORT_BYTES_MAX)
         board.fill(block, size, largest_part * itemsize if rounds == 1 else None)
-        self.stage_classes = board.classes(2 * published if is_whole else int(block[exchange.STAGE_BYTES]))
-        block[exchange.RANKS], block[exchange.ME] = size, me
-        block[exchange.ADDS], block[exchange.GATHERS], block[exchange.IS_CUT] = adds, gathers, not blocks
-        block[exchange.KIND], block[exchange.ITEMSIZE] = KINDS.get(layout.dtype, FLOAT32), itemsize
-        block[exchange.REDUCTION] = REDUCTIONS.get(signature.reduction, SUM)
-        block[exchange.DIVISOR] = size if signature.reduction is ReduceOp.AVG else 1
-        block[exchange.COUNT], block[exchange.LANES] = count, num_lanes
-        block[exchange.IS_WHOLE], block[exchange.PIECE] = is_whole, piece
-        block[exchange.LANE_ROUNDS] = lane_rounds
-        block[exchange.ROUNDS] = rounds
-        block[exchange.SUMS] = self._sums.ctypes.data
-        block[exchange.FETCHED] = fetched.ctypes.data
+        self.stage_classes = board.classes(2 * published if is_whole else int(block[HEAD.stage_bytes]))
+        block[HEAD.ranks], block[HEAD.me] = size, me
+        block[HEAD.adds], block[HEAD.gathers], block[HEAD.is_cut] = adds, gathers, not blocks
+        block[HEAD.kind], block[HEAD.itemsize] = KINDS.get(layout.dtype, FLOAT32), itemsize
+        block[HEAD.reduction] = REDUCTIONS.get(signature.reduction, SUM)
+        block[HEAD.divisor] = size if signature.reduction is ReduceOp.AVG else 1
+        block[HEAD.count], block[HEAD.lanes] = count, num_lanes
+        block[HEAD.is_whole], block[HEAD.piece] = is_whole, piece
+        block[HEAD.lane_rounds] = lane_rounds
+        block[HEAD.rounds] = rounds
+        block[HEAD.sums] = self._sums.ctypes.data
+        block[HEAD.fetched] = fetched.ctypes.data
         text = layout.expectation.packed + repr(layout.ranks).encode()
-        block[exchange.SIGNATURE] = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
-        self.peers = [exchange.ORDER + size * size + index * exchange.PEER_WORDS for index in range(size)]
+        block[HEAD.signature] = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+        self.peers = [exchange.ORDER + size * size + index * PEER.num_words for index in range(size)]
         self._fill_peers(boards, blocks, offsets)
         if adds:
             self._fill_order(layout)
@@ -159,11 +160,11 @@ class _Plan:
         block, memories = self.block, boards.memories()
         for index, (other, at) in enumerate(zip(self.ranks, self.peers, strict=True)):
             address = _address_of_memory(memories[other])
-            block[at + exchange.MEMORY], block[at + exchange.LENGTH] = address, len(memories[other])
-            block[at + exchange.SLEEP] = address + boards.sleep_at
-            block[at + exchange.PROCESS] = boards.processes.get(other, 0)
+            block[at + PEER.memory], block[at + PEER.length] = address, len(memories[other])
+            block[at + PEER.sleep] = address + boards.sleep_at
+            block[at + PEER.process] = boards.processes.get(other, 0)
             if blocks:
-                block[at + exchange.PART_COUNT], block[at + exchange.PART_OFFSET] = blocks[index], offsets[index]
+                block[at + PEER.part_count], block[at + PEER.part_offset] = blocks[index], offsets[index]
 
     def _fill_order(self, layout: OperationLayout) -> None:
         contributions, size = layout.program.contributions, len(self.ranks)
@@ -180,7 +181,7 @@ class _Plan:
         return (0, source, addresses) if self.has_blocks else (addresses[0], source, ())
 
     def _source(self, buffers: _Buffers, boards: Boards) -> int:
-        """Return where the other ranks read this rank's tensor: ``exchange.SOURCE``."""
+        """Return where the other ranks read this rank's tensor: ``HEAD.source``."""
         offset = self._begin(buffers, boards.offset_of)
         if offset or self._published < (_UNSTAGED_BYTES_MIN_OF_TWO if len(self.ranks) == 2 else _UNSTAGED_BYTES_MIN):
             return offset
@@ -206,11 +207,11 @@ class _Plan:
 
     def write(self, words: memoryview, place: _Place) -> None:
         """Write where the buffers of an operation are into its block."""
-        words[exchange.TENSOR], words[exchange.SOURCE], blocks = place
+        words[HEAD.tensor], words[HEAD.source], blocks = place
         for at, address in zip(self.peers, blocks, strict=False):
-            words[at + exchange.PART_AT] = address
+            words[at + PEER.part_at] = address
         if len(blocks) > len(self.ranks):  # the last one takes the result of a reduce-scatter
-            words[exchange.RESULT] = blocks[-1]
+            words[HEAD.result] = blocks[-1]
 
 
 @final
@@ -264,7 +265,7 @@ class LaneCarriage(Carriage):
         block = bytearray(plan.block)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(block))
         self.words = memoryview(block).cast("q")
-        self.words[exchange.SELF] = self.address
+        self.words[HEAD.address] = self.address
         self.number, self.ended, self.given_back = number, False, False
         self.stage: int | None = None
         self.other_half = 0
@@ -284,7 +285,7 @@ class LaneCarriage(Carriage):
     @property
     def has_begun(self) -> bool:
         """Whether all ranks have given the operation to their lanes."""
-        return bool(self.words[exchange.FOUND] == len(self.plan.ranks) - 1)
+        return bool(self.words[HEAD.found] == len(self.plan.ranks) - 1)
 
     @property
     def is_read(self) -> bool:
@@ -320,7 +321,7 @@ class LaneCarriage(Carriage):
         if status == exchange.PENDING:
             return Progress.MOVING if self.has_begun else Progress.WAITING
         if status == exchange.VIOLATION:
-            culprit = self.ranks[self.words[exchange.CULPRIT]]
+            culprit = self.ranks[self.words[HEAD.culprit]]
             self.lane.boards.expel(culprit, "its announcement of an operation in shared memory is not valid")
             return Progress.WAITING
         return Progress.DONE if status == exchange.DONE else Progress.REFUSED
@@ -364,7 +365,7 @@ class LaneCarriage(Carriage):
         """Return the progress in words."""
         if not self.has_begun:
             return "announced in shared memory"
-        copied, rounds = self.words[exchange.COPIED], self.words[exchange.ROUNDS]
+        copied, rounds = self.words[HEAD.copied], self.words[HEAD.rounds]
         return f"{copied} of {rounds} rounds of the fast lane done"
 
 
@@ -413,10 +414,10 @@ class FastLane(Carrier):
         carriage = LaneCarriage(self, operation, plan, buffers, number)
         words = carriage.words
         key = operation.key[0]
-        words[exchange.KEY] = key - (1 << 64) if key >> 63 else key
-        words[exchange.ITERATION] = carriage.iteration
-        words[exchange.HOME] = _home(operation.key)
-        words[exchange.ENTRY] = self._entry_of(carriage)
+        words[HEAD.key] = key - (1 << 64) if key >> 63 else key
+        words[HEAD.iteration] = carriage.iteration
+        words[HEAD.home] = _home(operation.key)
+        words[HEAD.entry] = self._entry_of(carriage)
         carriage.write_place(place, buffers)
         if stage is not None:
             self._use_stage(carriage, stage)
@@ -480,22 +481,20 @@ class FastLane(Carrier):
         if place is not carriage.place:
             carriage.write_place(place, buffers)
         carriage.ended = carriage.given_back = False
-        words[exchange.ANNOUNCED] = words[exchange.FOUND] = 0  # the last operation's, until ``restart``
+        words[HEAD.announced] = words[HEAD.found] = 0  # the last operation's, until ``restart``
         carriage.buffers, carriage.iteration = buffers, key[1] + 1
         carriage.number, carriage.other = carriage.other, carriage.number
         if carriage.plan.is_whole:  # if it has no stage, both are 0
-            words[exchange.STAGE], carriage.other_half = carriage.other_half, words[exchange.STAGE]
+            words[HEAD.stage], carriage.other_half = carriage.other_half, words[HEAD.stage]
 
     # ---------------------------------------------------------------------------------- the thread that moves messages
 
     def restart(self, carriage: LaneCarriage) -> int:
         """As ``announce``, for a carriage of ``repeat``. This thread waits for the end of a small operation."""
         words, _buffers = carriage.words, carriage.buffers  # another thread may end the operation meanwhile
-        words[exchange.SPINS], words[exchange.YIELD_NS], words[exchange.TURNS] = self._begin_with[
-            carriage.plan.is_short
-        ]
+        words[HEAD.spins], words[HEAD.yield_ns], words[HEAD.turns] = self._begin_with[carriage.plan.is_short]
         status = self.exchange(exchange.RESTART, carriage.address, carriage.iteration, self._entry_of(carriage))
-        if words[exchange.WAKE]:
+        if words[HEAD.wake]:
             self._wake(carriage)
         return status
 
@@ -515,19 +514,19 @@ class FastLane(Carrier):
             turns: How often pieces are moved at most.
         """
         words, _buffers = carriage.words, carriage.buffers  # another thread may end the operation meanwhile
-        words[exchange.TURNS] = turns
-        words[exchange.SPINS] = self._spins if patient else 0
-        words[exchange.YIELD_NS] = self._yield_ns if patient else 0
+        words[HEAD.turns] = turns
+        words[HEAD.spins] = self._spins if patient else 0
+        words[HEAD.yield_ns] = self._yield_ns if patient else 0
         while True:
             status = self.exchange(exchange.ADVANCE, carriage.address, 0, 0)
-            if not words[exchange.WAKE]:
+            if not words[HEAD.wake]:
                 return status
             self._wake(carriage)
-            if status != exchange.PENDING or not patient or words[exchange.SEEN] == -1:
+            if status != exchange.PENDING or not patient or words[HEAD.seen] == -1:
                 return status
 
     def _wake(self, carriage: LaneCarriage) -> None:
-        wake = carriage.words[exchange.WAKE]
+        wake = carriage.words[HEAD.wake]
         for index, peer in enumerate(carriage.ranks):
             if wake >> index & 1:
                 self.boards.ring(peer)
@@ -603,7 +602,7 @@ class FastLane(Carrier):
 
     def _use_stage(self, carriage: LaneCarriage, number: int) -> None:
         self._stages.take(number, carriage)
-        carriage.words[exchange.STAGE], carriage.other_half = self._board.halves(number)
+        carriage.words[HEAD.stage], carriage.other_half = self._board.halves(number)
 
 
 def _no_buffer() -> None:

@@ -13,7 +13,9 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, typeof_impl
+
+from totalreduce.kernels.words import Structure
 
 __all__ = [
     "BLOCK_BYTES",
@@ -45,6 +47,14 @@ __all__ = [
 ]
 
 _WORD = ir.IntType(64)
+
+
+@typeof_impl.register(Structure)  # type: ignore[untyped-decorator]
+def _as_module(structure: Structure, _context: Any) -> Any:
+    """Let Numba compile the attributes of a structure as it compiles those of a module: as constants."""
+    return types.Module(structure)
+
+
 #: The length of a cache line, and what ``stream_block`` copies.
 LINE_BYTES, BLOCK_BYTES = 64, 256
 _BLOCK = ir.VectorType(ir.IntType(64), BLOCK_BYTES // 8)

@@ -25,8 +25,9 @@ otherwise a part is a block with a length of its own. Contributions to a part ar
 that ``ORDER`` gives, which is that of the operation's schedule. So the result has the bits that the schedule gives, but
 those of a NaN are not defined.
 
-The function (``exchange_code``) works on a *block* of 64-bit integers, whose words the constants name. Addresses are
-those of this process. No call waits longer than ``SPINS`` and ``YIELD_NS`` say.
+The function (``exchange_code``) works on a *block* of 64-bit integers. For its head, for a peer and for an entry there
+is a structure that numbers the words. Addresses are those of this process. No call waits longer than ``HEAD.spins`` and
+``HEAD.yield_ns`` say.
 
 **The order of accesses.** x86-64 keeps stores in order, and loads; aarch64 does not. So a word that tells another
 thread or another process something is written after what it tells of (release), and read before that (acquire). Words
@@ -35,30 +36,32 @@ of entries, and sleep words, are accessed by ``atomics.load`` and ``atomics.stor
 by the thread that moves messages alone. What is constant was written before the engine's lock was released. Python
 reads shared words only to decide whether to call the function, or to tell users of progress.
 
-=================  ===============================  ==================================================================
-word               written by                       who has read it may read then
-=================  ===============================  ==================================================================
-``E_OPERATION``    the entry's rank (``_announce``)  ``E_SIGNATURE``, ``E_SOURCE``, ``E_STAGE``, counters that begin at
-                                                    0, and what the rank staged when it announced the operation
-``E_STAGED``       the entry's rank                 the pieces of so many rounds in its stage
-``E_REDUCED``      the entry's rank                 the results of so many rounds; it reads no pieces of these any more
-``E_COPIED``       the entry's rank                 nothing: it reads no results of so many rounds any more
-``E_FAILED``       the entry's rank, any thread     nothing: a fence orders it with the tensor on both sides
-``E_SIGNATURE``,   the entry's rank                 nothing: they are ordered like the others, before ``E_OPERATION``
-``E_SOURCE``,
-``E_STAGE``
-sleep word         the sleeping rank                nothing: a fence on both sides orders it with what would wake the
-                                                    rank (``transports.shm_waiting``)
-``ANNOUNCED``      the thread that moves messages   ``ITERATION``, ``ENTRY`` and the beginnings of all words of progress
-``PEER_SOURCE``,   ``LOOK``, any thread             nothing: ``PEER_ENTRY`` tells of them
-``PEER_STAGE``
-``PEER_ENTRY``     ``LOOK``, any thread             ``PEER_SOURCE`` and ``PEER_STAGE`` of the peer
-``FOUND``          ``LOOK``, any thread             the words of as many peers; two threads that look at the same time
-                                                    leave the greater number
-``COPIED``         the thread that moves messages   nothing: this rank reads the peers' memory no more
-``SEEN``           the thread that moves messages   nothing: it is compared with the counters of the peers
-``CULPRIT``        ``LOOK``, any thread             nothing: the result ``VIOLATION`` tells of it
-=================  ===============================  ==================================================================
+====================  ================================  ================================================================
+word                  written by                        who has read it may read then
+====================  ================================  ================================================================
+``ENTRY.operation``   the entry's rank (``_announce``)  ``ENTRY.signature``, ``source``, ``stage``, counters that begin
+                                                        at 0, and what the rank staged when it announced it
+``ENTRY.staged``      the entry's rank                  the pieces of so many rounds in its stage
+``ENTRY.reduced``     the entry's rank                  the results of so many rounds; it reads no pieces of these any
+                                                        more
+``ENTRY.copied``      the entry's rank                  nothing: it reads no results of so many rounds any more
+``ENTRY.failed``      the entry's rank, any thread      nothing: a fence orders it with the tensor on both sides
+``ENTRY.signature``,  the entry's rank                  nothing: they are ordered like the others, before
+``ENTRY.source``,                                       ``ENTRY.operation``
+``ENTRY.stage``
+sleep word            the sleeping rank                 nothing: a fence on both sides orders it with what would wake
+                                                        the rank (``transports.shm_waiting``)
+``HEAD.announced``    the thread that moves messages    ``iteration``, ``entry`` and the beginnings of all words of
+                                                        progress
+``PEER.source``,      ``LOOK``, any thread              nothing: ``PEER.entry`` tells of them
+``PEER.stage``
+``PEER.entry``        ``LOOK``, any thread              ``PEER.source`` and ``PEER.stage`` of the peer
+``HEAD.found``        ``LOOK``, any thread              the words of as many peers; two threads that look at the same
+                                                        time leave the greater number
+``HEAD.copied``       the thread that moves messages    nothing: this rank reads the peers' memory no more
+``HEAD.seen``         the thread that moves messages    nothing: it is compared with the counters of the peers
+``HEAD.culprit``      ``LOOK``, any thread              nothing: the result ``VIOLATION`` tells of it
+====================  ================================  ================================================================
 """
 
 from __future__ import annotations
@@ -68,21 +71,24 @@ from collections.abc import Callable
 from typing import Final
 
 from totalreduce.kernels import machine_code
+from totalreduce.kernels.words import LINE_WORDS, Structure
 
 __all__ = [
     "ADVANCE",
     "CONFLICT",
     "COUNTED",
     "DONE",
+    "ENTRY",
     "ENTRY_BYTES",
     "FUNCTION",
     "HAS_CHANGED",
     "HAS_ENDED",
+    "HEAD",
     "IS_READ",
-    "IS_WHOLE",
     "LOOK",
     "MARK_FAILED",
-    "PEER_WORDS",
+    "ORDER",
+    "PEER",
     "PENDING",
     "RESTART",
     "SHARED",
@@ -93,84 +99,140 @@ __all__ = [
     "load",
 ]
 
-# ------------------------------------------------------------------------------------------------- words of a block
 
-#: The number of ranks, and this rank's index among them.
-RANKS, ME = 0, 1
-#: ``SUM``, ``PRODUCT``, ``MIN`` or ``MAX``, and the divisor of an average (1: none).
-REDUCTION, DIVISOR = 2, 3
-#: Elements of all parts together, and lanes.
-COUNT, LANES = 4, 5
-#: Whether a rank copies its tensor into its stage as a whole when it announces it, or exchanges it in pieces (1 or 0).
-IS_WHOLE = 6
-#: Elements of a piece, rounds of one lane, rounds of all lanes.
-PIECE, LANE_ROUNDS, ROUNDS = 7, 8, 9
-#: The address of the tensor (0: ``PART_AT`` are addresses), and of memory for ``COUNTED`` sums.
-TENSOR, SUMS = 10, 11
-#: The key of the operation, and a number that is equal where the signatures are.
-KEY, ITERATION, SIGNATURE = 12, 13, 14
-#: Where the operation may be announced: the number of the first of ``PROBES`` entries, and the number of all entries.
-HOME, ENTRIES = 15, 16
-#: This rank's entry; what the others read of this rank: its offset in this rank's memory file, or minus its address in
-#: this process, or 0 if it must be staged; where its stage is in its file.
-ENTRY, SOURCE, STAGE = 17, 18, 19
-#: The offset in every memory file: of the board, of the stages, and of their end.
-BOARD_AT, STAGES_AT, STAGES_END = 20, 21, 22
-#: The length of what a stage holds of pieces, the offset of the results in it, the length of a piece.
-STAGE_BYTES, RESULTS_AT, PIECE_BYTES = 23, 24, 25
-#: How often to look again, with a pause, before returning without progress; without ``SPINS``: for how many nanoseconds
-#: to look again and let other processes have the core.
-SPINS, YIELD_NS = 26, 27
-#: Progress of this rank: announced; peers found; rounds staged, reduced and copied.
-ANNOUNCED, FOUND, STAGED, REDUCED, COPIED = 28, 29, 30, 31, 32
-#: What ``advance`` returns besides its status: a bit for every peer that is to be woken; the peer of a violation.
-WAKE, CULPRIT = 33, 34
-#: What ``advance`` has seen of the peers' boards when it found nothing to do.
-SEEN = 35
-#: The number of times that ``advance`` moves pieces before it returns, so that more urgent operations get their turn.
-TURNS = 36
-#: The element type, and the length of an element.
-KIND, ITEMSIZE = 37, 38
-#: The address of the block, and the words into which the C library writes the time, in seconds and nanoseconds.
-SELF, SECONDS, NANOSECONDS = 39, 40, 41
-#: Whether the operation adds contributions, whether every rank gets all parts, and whether parts are cut (0 or 1).
-ADDS, GATHERS, IS_CUT = 42, 43, 44
-#: The address of this rank's part of the result, if that is not in the tensor; otherwise 0.
-RESULT = 45
-#: The address of memory for one piece of every rank, for pieces that are read from another process.
-FETCHED = 46
-#: Two vectors for ``process_vm_readv``, each of which has an address and a length: in this process, in the other one.
-HERE, HERE_BYTES, THERE, THERE_BYTES = 47, 48, 49, 50
-HEAD_WORDS = 51
-#: Per peer, after the order: the address and the length of its memory, the address of its sleep word, its entry's
-#: address (0: not found yet), where its tensor is (as ``SOURCE``) and its stage.
-MEMORY, LENGTH, SLEEP, PEER_ENTRY, PEER_SOURCE, PEER_STAGE = 0, 1, 2, 3, 4, 5
-#: And of the part that the peer owns: where it lies in this rank's memory, in bytes from ``TENSOR``; if it is not cut,
-#: its elements; and where it lies in what another rank makes readable, in elements.
-PART_AT, PART_COUNT, PART_OFFSET = 6, 7, 8
-#: The number of the peer's process, if this rank can read its memory; otherwise 0.
-PROCESS = 9
-PEER_WORDS = 10
-#: The order of the contributions to each part: ranks**2 words, followed by the peers.
-ORDER = HEAD_WORDS
+class _Head(Structure):
+    #: The address of the block.
+    address: int = 1
+    #: The number of ranks, and this rank's index among them.
+    ranks: int = 1
+    me: int = 1
+    #: The element type, and the length of an element; ``SUM``, ``PRODUCT``, ``MIN`` or ``MAX``, and the divisor of an
+    #: average (1: none).
+    kind: int = 1
+    itemsize: int = 1
+    reduction: int = 1
+    divisor: int = 1
+    #: Whether the operation adds contributions, whether every rank gets all parts, and whether parts are cut (0 or 1).
+    adds: int = 1
+    gathers: int = 1
+    is_cut: int = 1
+    #: Elements of all parts together, and lanes.
+    count: int = 1
+    lanes: int = 1
+    #: Whether a rank copies its tensor into its stage as a whole when it announces it, or exchanges it in pieces (1 or
+    #: 0).
+    is_whole: int = 1
+    #: Elements of a piece, rounds of one lane, rounds of all lanes.
+    piece: int = 1
+    lane_rounds: int = 1
+    rounds: int = 1
+    #: The address of the tensor (0: ``part_at`` are addresses); the address of this rank's part of the result, if that
+    #: is not in the tensor, otherwise 0.
+    tensor: int = 1
+    result: int = 1
+    #: The address of memory for ``COUNTED`` sums, and of memory for one piece of every rank, for pieces that are read
+    #: from another process.
+    sums: int = 1
+    fetched: int = 1
+    #: The key of the operation, and a number that is equal where the signatures are.
+    key: int = 1
+    iteration: int = 1
+    signature: int = 1
+    #: Where the operation may be announced: the number of the first of ``PROBES`` entries, and the number of all
+    #: entries.
+    home: int = 1
+    entries: int = 1
+    #: This rank's entry; what the others read of this rank: its offset in this rank's memory file, or minus its address
+    #: in this process, or 0 if it must be staged; where its stage is in its file.
+    entry: int = 1
+    source: int = 1
+    stage: int = 1
+    #: The offset in every memory file: of the board, of the stages, and of their end.
+    board_at: int = 1
+    stages_at: int = 1
+    stages_end: int = 1
+    #: The length of what a stage holds of pieces, the offset of the results in it, the length of a piece.
+    stage_bytes: int = 1
+    results_at: int = 1
+    piece_bytes: int = 1
+    #: How often to look again, with a pause, before returning without progress; without ``spins``: for how many
+    #: nanoseconds to look again and let other processes have the core.
+    spins: int = 1
+    yield_ns: int = 1
+    #: The number of times that ``ADVANCE`` moves pieces before it returns, so that more urgent operations get their
+    #: turn.
+    turns: int = 1
+    #: Progress of this rank: announced; peers found; rounds staged, reduced and copied.
+    announced: int = 1
+    found: int = 1
+    staged: int = 1
+    reduced: int = 1
+    copied: int = 1
+    #: What ``ADVANCE`` has seen of the peers' boards when it found nothing to do.
+    seen: int = 1
+    #: What ``ADVANCE`` returns besides its status: a bit for every peer that is to be woken; the peer of a violation.
+    wake: int = 1
+    culprit: int = 1
+    #: For the C library: a ``struct timespec``, and two vectors for ``process_vm_readv``, each of which has an address
+    #: and a length: in this process, in the other one.
+    seconds: int = 1
+    nanoseconds: int = 1
+    here: int = 1
+    here_bytes: int = 1
+    there: int = 1
+    there_bytes: int = 1
+
+
+class _Peer(Structure):
+    #: The address and the length of its memory, the address of its sleep word, its entry's address (0: not found yet),
+    #: where its tensor is (as ``HEAD.source``) and its stage.
+    memory: int = 1
+    length: int = 1
+    sleep: int = 1
+    entry: int = 1
+    source: int = 1
+    stage: int = 1
+    #: And of the part that the peer owns: where it lies in this rank's memory, in bytes from ``tensor``; if it is not
+    #: cut, its elements; and where it lies in what another rank makes readable, in elements.
+    part_at: int = 1
+    part_count: int = 1
+    part_offset: int = 1
+    #: The number of the peer's process, if this rank can read its memory; otherwise 0.
+    process: int = 1
+
+
+class _Entry(Structure):
+    signature: int = 1
+    source: int = 1
+    stage: int = 1
+    #: The key and the iteration of the operation as one number; 0 if the entry announces none. With two words, a rank
+    #: could read one of them before and the other one after the entry was given to another operation. Then it would
+    #: find the key of the one with the iteration of the other, and read a stage that is being written.
+    operation: int = 1
+    #: The number of the operation that has failed on this rank, whose tensor the program may change from then on.
+    #: Another rank that finds the mark after it has read a tensor, a stage or a result uses nothing of that. The rest
+    #: of the cache line is free.
+    failed: int = LINE_WORDS - 4
+    #: Each counter has a cache line of its own.
+    staged: int = LINE_WORDS
+    reduced: int = LINE_WORDS
+    copied: int = LINE_WORDS
+
+
+#: The block: the head, the order of the contributions to each part (``ORDER``: ranks**2 words), and the peers.
+HEAD: Final = _Head()
+PEER: Final = _Peer()
+ORDER: Final = HEAD.num_words
 #: The names of the words of the block that one thread may read or write while another one writes them.
-SHARED: Final = ("ANNOUNCED", "FOUND", "COPIED", "SEEN", "CULPRIT", "PEER_ENTRY", "PEER_SOURCE", "PEER_STAGE")
-
-# ------------------------------------------------------------------------------------------------- words of an entry
-
-E_SIGNATURE, E_SOURCE, E_STAGE = 0, 8, 16
-#: The key and the iteration of the operation as one number; 0 if the entry announces none. With two words, a rank could
-#: read one of them before and the other one after the entry was given to another operation. Then it would find the key
-#: of the one with the iteration of the other, and read a stage that is being written.
-E_OPERATION = 24
-#: The number of the operation that has failed on this rank, whose tensor the program may change from then on. Another
-#: rank that finds the mark after it has read a tensor, a stage or a result uses nothing of that.
-E_FAILED = 32
-#: The factor of the iteration in that number. It is odd.
+SHARED: Final = (
+    *("HEAD.announced", "HEAD.found", "HEAD.copied", "HEAD.seen", "HEAD.culprit"),
+    *("PEER.entry", "PEER.source", "PEER.stage"),
+)
+#: An entry of a board, in whose names bytes are counted.
+ENTRY: Final = _Entry(unit=8)
+ENTRY_BYTES: Final = 8 * ENTRY.num_words
+#: The factor of the iteration in ``ENTRY.operation``. It is odd.
 ITERATION_FACTOR = -0x61C8864680B583EB
-#: Each counter has a cache line of its own.
-E_STAGED, E_REDUCED, E_COPIED = 64, 128, 192
-ENTRY_BYTES = 256
 #: An operation is announced in one of so many entries that follow each other.
 PROBES = 8
 #: The bit of a sleep word that says that the rank sleeps.
@@ -178,7 +240,7 @@ ASLEEP = 1
 #: Elements that are added up before they are stored, so that they stay in the first-level cache.
 COUNTED = 1024
 
-#: Results of ``advance``. ``CONFLICT``: a rank has announced another signature. ``VIOLATION``: a rank has announced
+#: Results of ``ADVANCE``. ``CONFLICT``: a rank has announced another signature. ``VIOLATION``: a rank has announced
 #: what no correct rank does.
 PENDING, DONE, CONFLICT, VIOLATION = 0, 1, 2, 3
 
@@ -224,7 +286,7 @@ FUNCTION: Final = machine_code.CompiledFunction(
 
 def block_words(ranks: int) -> int:
     """Return the number of words of a block."""
-    return HEAD_WORDS + ranks * ranks + ranks * PEER_WORDS
+    return ORDER + ranks * ranks + ranks * PEER.num_words
 
 
 @functools.cache

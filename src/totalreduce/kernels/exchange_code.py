@@ -32,96 +32,28 @@ from totalreduce.kernels.atomics import (
 from totalreduce.kernels.element_types import BFLOAT16
 from totalreduce.kernels.elements import average, combine, compiled, round_off, widen
 from totalreduce.kernels.exchange import (
-    ADDS,
     ADVANCE,
-    ANNOUNCED,
     ASLEEP,
-    BOARD_AT,
     CONFLICT,
-    COPIED,
-    COUNT,
     COUNTED,
-    CULPRIT,
-    DIVISOR,
     DONE,
-    E_COPIED,
-    E_FAILED,
-    E_OPERATION,
-    E_REDUCED,
-    E_SIGNATURE,
-    E_SOURCE,
-    E_STAGE,
-    E_STAGED,
-    ENTRIES,
     ENTRY,
     ENTRY_BYTES,
-    FETCHED,
-    FOUND,
-    GATHERS,
     HAS_CHANGED,
     HAS_ENDED,
-    HEAD_WORDS,
-    HERE,
-    HERE_BYTES,
-    HOME,
-    IS_CUT,
+    HEAD,
     IS_READ,
-    IS_WHOLE,
-    ITEMSIZE,
-    ITERATION,
     ITERATION_FACTOR,
-    KEY,
-    KIND,
-    LANE_ROUNDS,
-    LANES,
-    LENGTH,
     LOOK,
     MARK_FAILED,
-    ME,
-    MEMORY,
-    NANOSECONDS,
     NUM_ARGUMENTS,
     ORDER,
-    PART_AT,
-    PART_COUNT,
-    PART_OFFSET,
-    PEER_ENTRY,
-    PEER_SOURCE,
-    PEER_STAGE,
-    PEER_WORDS,
+    PEER,
     PENDING,
-    PIECE,
-    PIECE_BYTES,
     PROBES,
-    PROCESS,
-    RANKS,
-    REDUCED,
-    REDUCTION,
     RESTART,
-    RESULT,
-    RESULTS_AT,
-    ROUNDS,
-    SECONDS,
-    SEEN,
-    SELF,
-    SIGNATURE,
-    SLEEP,
-    SOURCE,
-    SPINS,
-    STAGE,
-    STAGE_BYTES,
-    STAGED,
-    STAGES_AT,
-    STAGES_END,
-    SUMS,
-    TENSOR,
-    THERE,
-    THERE_BYTES,
-    TURNS,
     VIOLATION,
-    WAKE,
     WITHDRAW,
-    YIELD_NS,
 )
 from totalreduce.kernels.float_mode import restore_mode, use_default_mode
 from totalreduce.kernels.vectors import fence
@@ -149,7 +81,7 @@ def _stream(target: Any, source: Any, num_bytes: Any) -> None:
 
 @compiled
 def _peer(block: Words, peer: Any) -> Any:
-    return int64(HEAD_WORDS + block[RANKS] * block[RANKS] + peer * PEER_WORDS)
+    return int64(HEAD.num_words + block[HEAD.ranks] * block[HEAD.ranks] + peer * PEER.num_words)
 
 
 @compiled
@@ -164,29 +96,31 @@ def _range(total: Any, parts: Any, index: Any) -> Any:
 @compiled
 def _part(block: Words, lane: Any, part: Any) -> Any:
     """Return the elements of a part of a lane: of the tensor if parts are cut, otherwise of the block."""
-    if block[IS_CUT] == 0:
-        return int64(0), int64(block[_peer(block, part) + PART_COUNT])
-    first, last = _range(block[COUNT], block[LANES], lane)
-    start, stop = _range(last - first, block[RANKS], part)
+    if block[HEAD.is_cut] == 0:
+        return int64(0), int64(block[_peer(block, part) + PEER.part_count])
+    first, last = _range(block[HEAD.count], block[HEAD.lanes], lane)
+    start, stop = _range(last - first, block[HEAD.ranks], part)
     return first + start, first + stop
 
 
 @compiled
 def _own(block: Words, part: Any, start: Any) -> Any:
     """Return the address of the elements of a part from ``start`` on in this rank's tensor."""
-    return int64(block[TENSOR] + block[_peer(block, part) + PART_AT] + start * block[ITEMSIZE])
+    return int64(block[HEAD.tensor] + block[_peer(block, part) + PEER.part_at] + start * block[HEAD.itemsize])
 
 
 @compiled
 def _result(block: Words, part: Any, start: Any) -> Any:
     """Return the address at which this rank writes the results of a part from ``start`` on."""
-    return _own(block, part, start) if block[RESULT] == 0 else int64(block[RESULT] + start * block[ITEMSIZE])
+    if block[HEAD.result] == 0:
+        return _own(block, part, start)
+    return int64(block[HEAD.result] + start * block[HEAD.itemsize])
 
 
 @compiled
 def _readable(block: Words, peer: Any) -> Any:
     """Return the number of elements that a peer makes readable."""
-    return block[COUNT] if block[ADDS] != 0 else int64(block[_peer(block, peer) + PART_COUNT])
+    return block[HEAD.count] if block[HEAD.adds] != 0 else int64(block[_peer(block, peer) + PEER.part_count])
 
 
 @compiled
@@ -195,14 +129,14 @@ def _number(block: Words, iteration: Any) -> Any:
 
     Operations of one key have different numbers, because the factor is odd. Keys are hashes of 64 bits.
     """
-    number = block[KEY] ^ (iteration * ITERATION_FACTOR)
+    number = block[HEAD.key] ^ (iteration * ITERATION_FACTOR)
     return number if number != 0 else int64(1)
 
 
 @compiled
 def _operation(block: Words) -> Any:
     """Return the number by which the operation is announced."""
-    return _number(block, block[ITERATION])
+    return _number(block, block[HEAD.iteration])
 
 
 @compiled
@@ -212,68 +146,70 @@ def _is_there(block: Words, entry: Any) -> Any:
     If an entry that was found does so no more, its rank uses it for a later operation, so all ranks have ended this
     one. (A rank that takes an announcement back knows that one rank was missing, so no rank has begun.)
     """
-    return load(entry + E_OPERATION) == _operation(block)
+    return load(entry + ENTRY.operation) == _operation(block)
 
 
 @compiled
 def _probed(block: Words, at: Any, probe: Any) -> Any:
     """Return the address of an entry in which the peer whose words begin ``at`` may have announced the operation."""
-    return int64(block[at + MEMORY] + block[BOARD_AT] + (block[HOME] + probe) % block[ENTRIES] * ENTRY_BYTES)
+    number = (block[HEAD.home] + probe) % block[HEAD.entries]
+    return int64(block[at + PEER.memory] + block[HEAD.board_at] + number * ENTRY_BYTES)
 
 
 @compiled
 def _look(block: Words) -> Any:
     """As ``exchange.LOOK`` says."""
-    if load_shared(block, ANNOUNCED) == 0:
+    if load_shared(block, HEAD.announced) == 0:
         return PENDING
-    for peer in range(block[RANKS]):
+    for peer in range(block[HEAD.ranks]):
         at = _peer(block, peer)
-        if peer == block[ME] or load_shared(block, at + PEER_ENTRY) != 0:
+        if peer == block[HEAD.me] or load_shared(block, at + PEER.entry) != 0:
             continue
         for probe in range(PROBES):
             entry = _probed(block, at, probe)
             if not _is_there(block, entry):
                 continue
-            if load(entry + E_SIGNATURE) != block[SIGNATURE]:
+            if load(entry + ENTRY.signature) != block[HEAD.signature]:
                 return CONFLICT
-            source, stage = load(entry + E_SOURCE), load(entry + E_STAGE)
-            is_in_pieces = block[IS_WHOLE] == 0
+            source, stage = load(entry + ENTRY.source), load(entry + ENTRY.stage)
+            is_in_pieces = block[HEAD.is_whole] == 0
             if _readable(block, peer) == 0:
                 valid = True
             elif is_in_pieces and source < 0:  # of an address that it cannot read, the system tells this rank
-                valid = block[at + PROCESS] != 0
+                valid = block[at + PEER.process] != 0
             elif is_in_pieces and source != 0:
                 # Divided and not multiplied: no number of a peer may overflow.
-                valid = source % block[ITEMSIZE] == 0 and block[STAGES_END] <= source <= block[at + LENGTH]
-                valid = valid and _readable(block, peer) <= (block[at + LENGTH] - source) // block[ITEMSIZE]
+                itemsize, length = block[HEAD.itemsize], block[at + PEER.length]
+                valid = source % itemsize == 0 and block[HEAD.stages_end] <= source <= length
+                valid = valid and _readable(block, peer) <= (length - source) // itemsize
             else:
-                length = block[STAGE_BYTES] if is_in_pieces else _readable(block, peer) * block[ITEMSIZE]
-                valid = block[STAGES_AT] <= stage <= block[STAGES_END] - length and stage % 64 == 0
+                length = block[HEAD.stage_bytes] if is_in_pieces else _readable(block, peer) * block[HEAD.itemsize]
+                valid = block[HEAD.stages_at] <= stage <= block[HEAD.stages_end] - length and stage % 64 == 0
             if not valid:
-                store_shared(block, CULPRIT, peer)
+                store_shared(block, HEAD.culprit, peer)
                 return VIOLATION
-            store_shared(block, at + PEER_SOURCE, source)
-            store_shared(block, at + PEER_STAGE, stage)
-            store_shared(block, at + PEER_ENTRY, entry)
+            store_shared(block, at + PEER.source, source)
+            store_shared(block, at + PEER.stage, stage)
+            store_shared(block, at + PEER.entry, entry)
             break
     # Another thread, for which the engine asks, may look at the same time. So they are counted and not added up, and a
     # thread that has counted fewer leaves the greater number.
     found = int64(0)
-    for peer in range(block[RANKS]):
-        if load_shared(block, _peer(block, peer) + PEER_ENTRY) != 0:
+    for peer in range(block[HEAD.ranks]):
+        if load_shared(block, _peer(block, peer) + PEER.entry) != 0:
             found += 1
-    if found > load_shared(block, FOUND):
-        raise_shared(block, FOUND, found)
+    if found > load_shared(block, HEAD.found):
+        raise_shared(block, HEAD.found, found)
     return PENDING
 
 
 @compiled
 def _least(block: Words, counter: Any) -> Any:
     """Return the smallest value of a counter of the peers' entries."""
-    least = block[ROUNDS]
-    for peer in range(block[RANKS]):
-        if peer != block[ME]:
-            entry = load_shared(block, _peer(block, peer) + PEER_ENTRY)
+    least = block[HEAD.rounds]
+    for peer in range(block[HEAD.ranks]):
+        if peer != block[HEAD.me]:
+            entry = load_shared(block, _peer(block, peer) + PEER.entry)
             rounds = load(entry + counter)
             if rounds < least and _is_there(block, entry):  # looked at afterwards: the counter is the operation's
                 least = rounds
@@ -283,11 +219,11 @@ def _least(block: Words, counter: Any) -> Any:
 @compiled
 def _least_staged(block: Words) -> Any:
     """Return the number of rounds for which all peers' pieces can be read."""
-    least = block[ROUNDS]
-    for peer in range(block[RANKS]):
+    least = block[HEAD.rounds]
+    for peer in range(block[HEAD.ranks]):
         at = _peer(block, peer)
-        if peer != block[ME] and load_shared(block, at + PEER_SOURCE) == 0:
-            least = min(least, load(load_shared(block, at + PEER_ENTRY) + E_STAGED))
+        if peer != block[HEAD.me] and load_shared(block, at + PEER.source) == 0:
+            least = min(least, load(load_shared(block, at + PEER.entry) + ENTRY.staged))
     return least
 
 
@@ -295,42 +231,42 @@ def _least_staged(block: Words) -> Any:
 def _wake(block: Words) -> None:
     """Note which peers sleep, after something was written that they may wait for."""
     fence()
-    for peer in range(block[RANKS]):
-        if peer != block[ME] and load(block[_peer(block, peer) + SLEEP]) & ASLEEP:
-            block[WAKE] |= int64(1) << peer
+    for peer in range(block[HEAD.ranks]):
+        if peer != block[HEAD.me] and load(block[_peer(block, peer) + PEER.sleep]) & ASLEEP:
+            block[HEAD.wake] |= int64(1) << peer
 
 
 @compiled
 def _announce(block: Words) -> None:
-    entry = block[ENTRY]
-    store(entry + E_OPERATION, 0)
-    store(entry + E_STAGED, 0)
-    store(entry + E_REDUCED, 0)
-    store(entry + E_COPIED, 0)
-    store(entry + E_SIGNATURE, block[SIGNATURE])
-    store(entry + E_SOURCE, block[SOURCE])
-    store(entry + E_STAGE, block[STAGE])
-    if block[IS_WHOLE] != 0:
-        _publish(block, block[_peer(block, block[ME]) + MEMORY] + block[STAGE])
-    elif block[ROUNDS] == 1 and block[ADDS] != 0 and block[SOURCE] == 0:
+    entry = block[HEAD.entry]
+    store(entry + ENTRY.operation, 0)
+    store(entry + ENTRY.staged, 0)
+    store(entry + ENTRY.reduced, 0)
+    store(entry + ENTRY.copied, 0)
+    store(entry + ENTRY.signature, block[HEAD.signature])
+    store(entry + ENTRY.source, block[HEAD.source])
+    store(entry + ENTRY.stage, block[HEAD.stage])
+    if block[HEAD.is_whole] != 0:
+        _publish(block, block[_peer(block, block[HEAD.me]) + PEER.memory] + block[HEAD.stage])
+    elif block[HEAD.rounds] == 1 and block[HEAD.adds] != 0 and block[HEAD.source] == 0:
         _stage(block, 0)  # so that the others need not wait for it
-    store(entry + E_OPERATION, _operation(block))
-    store_shared(block, ANNOUNCED, 1)
+    store(entry + ENTRY.operation, _operation(block))
+    store_shared(block, HEAD.announced, 1)
     _wake(block)
 
 
 @compiled
 def _publish(block: Words, target: Any) -> None:
     """Copy what the other ranks read of this rank's tensor."""
-    me, itemsize = block[ME], block[ITEMSIZE]
-    if block[ADDS] == 0:
-        copy_bytes(target, _own(block, me, 0), block[_peer(block, me) + PART_COUNT] * itemsize)
-    elif block[IS_CUT] != 0:
-        copy_bytes(target, block[TENSOR], block[COUNT] * itemsize)
+    me, itemsize = block[HEAD.me], block[HEAD.itemsize]
+    if block[HEAD.adds] == 0:
+        copy_bytes(target, _own(block, me, 0), block[_peer(block, me) + PEER.part_count] * itemsize)
+    elif block[HEAD.is_cut] != 0:
+        copy_bytes(target, block[HEAD.tensor], block[HEAD.count] * itemsize)
     else:
-        for part in range(block[RANKS]):
+        for part in range(block[HEAD.ranks]):
             at = _peer(block, part)
-            shift, count = block[at + PART_OFFSET] * itemsize, block[at + PART_COUNT]
+            shift, count = block[at + PEER.part_offset] * itemsize, block[at + PEER.part_count]
             copy_bytes(target + shift, _own(block, part, 0), count * itemsize)
 
 
@@ -338,29 +274,30 @@ def _publish(block: Words, target: Any) -> None:
 def _contribution(block: Words, peer: Any, part: Any, start: Any, turn: Any) -> Any:
     """Return the address of a peer's elements from ``start`` on, which lie in a piece of ``part`` in round ``turn``."""
     at = _peer(block, peer)
-    if peer == block[ME]:
+    if peer == block[HEAD.me]:
         return _own(block, part, start)
-    memory, shift = block[at + MEMORY], (block[_peer(block, part) + PART_OFFSET] + start) * block[ITEMSIZE]
-    source, stage = load_shared(block, at + PEER_SOURCE), load_shared(block, at + PEER_STAGE)
-    if block[IS_WHOLE] != 0:
+    memory, offset = block[at + PEER.memory], block[_peer(block, part) + PEER.part_offset]
+    shift = (offset + start) * block[HEAD.itemsize]
+    source, stage = load_shared(block, at + PEER.source), load_shared(block, at + PEER.stage)
+    if block[HEAD.is_whole] != 0:
         return int64(memory + stage + shift)
     if source < 0:
-        return int64(block[FETCHED] + peer * block[PIECE_BYTES])
+        return int64(block[HEAD.fetched] + peer * block[HEAD.piece_bytes])
     if source != 0:
         return int64(memory + source + shift)
-    piece = turn % 2 * block[RANKS] + part
-    return int64(memory + stage + piece * block[PIECE_BYTES])
+    piece = turn % 2 * block[HEAD.ranks] + part
+    return int64(memory + stage + piece * block[HEAD.piece_bytes])
 
 
 @compiled
 def _reduce(block: Words, part: Any, start: Any, stop: Any, turn: Any) -> None:
     """Reduce elements of one piece of a part into this rank's result, in the order of the part."""
-    ranks, itemsize, is_half = block[RANKS], block[ITEMSIZE], block[KIND] == BFLOAT16
+    ranks, itemsize, is_half = block[HEAD.ranks], block[HEAD.itemsize], block[HEAD.kind] == BFLOAT16
     result = _result(block, part, start)
-    if ranks == 2 and block[RESULT] == 0 and not is_half:  # two contributions have one sum in either order
-        other = _contribution(block, 1 - block[ME], part, start, turn)
-        combine(block[KIND], block[REDUCTION], result, other, stop - start)
-        average(block[KIND], block[DIVISOR], result, stop - start)
+    if ranks == 2 and block[HEAD.result] == 0 and not is_half:  # two contributions have one sum in either order
+        other = _contribution(block, 1 - block[HEAD.me], part, start, turn)
+        combine(block[HEAD.kind], block[HEAD.reduction], result, other, stop - start)
+        average(block[HEAD.kind], block[HEAD.divisor], result, stop - start)
         return
     order, done = ORDER + part * ranks, 0
     while start + done < stop:
@@ -368,41 +305,41 @@ def _reduce(block: Words, part: Any, start: Any, stop: Any, turn: Any) -> None:
         count, shift = min(COUNTED, stop - start - done), done * itemsize
         first = _contribution(block, block[order], part, start, turn) + shift
         if is_half:
-            widen(float32_at(block[SUMS]), uint16_at(first), count)
+            widen(float32_at(block[HEAD.sums]), uint16_at(first), count)
         else:
-            copy_bytes(block[SUMS], first, count * itemsize)
+            copy_bytes(block[HEAD.sums], first, count * itemsize)
         for position in range(1, ranks):
             other = _contribution(block, block[order + position], part, start, turn) + shift
-            combine(block[KIND], block[REDUCTION], block[SUMS], other, count)
-        average(block[KIND], block[DIVISOR], block[SUMS], count)
+            combine(block[HEAD.kind], block[HEAD.reduction], block[HEAD.sums], other, count)
+        average(block[HEAD.kind], block[HEAD.divisor], block[HEAD.sums], count)
         if is_half:
-            round_off(uint16_at(result + shift), float32_at(block[SUMS]), count)
+            round_off(uint16_at(result + shift), float32_at(block[HEAD.sums]), count)
         else:
-            copy_bytes(result + shift, block[SUMS], count * itemsize)
+            copy_bytes(result + shift, block[HEAD.sums], count * itemsize)
         done += count
 
 
 @compiled
 def _compute_all(block: Words) -> None:
     """Compute all parts that this rank gets of a small tensor: it is readable on every peer as a whole."""
-    for lane in range(block[LANES]):
-        for part in range(block[RANKS]):
+    for lane in range(block[HEAD.lanes]):
+        for part in range(block[HEAD.ranks]):
             start, stop = _part(block, lane, part)
-            if block[ADDS] == 0:
-                if part != block[ME]:
+            if block[HEAD.adds] == 0:
+                if part != block[HEAD.me]:
                     source = _contribution(block, part, part, start, 0)
-                    copy_bytes(_own(block, part, start), source, (stop - start) * block[ITEMSIZE])
-            elif block[GATHERS] != 0 or part == block[ME]:
+                    copy_bytes(_own(block, part, start), source, (stop - start) * block[HEAD.itemsize])
+            elif block[HEAD.gathers] != 0 or part == block[HEAD.me]:
                 _reduce(block, part, start, stop, 0)
 
 
 @compiled
 def _piece(block: Words, part: Any, turn: Any) -> Any:
     """Return the elements of a part that are its piece in a round (see ``_part``)."""
-    lane, number = turn // block[LANE_ROUNDS], turn % block[LANE_ROUNDS]
+    lane, number = turn // block[HEAD.lane_rounds], turn % block[HEAD.lane_rounds]
     start, stop = _part(block, lane, part)
-    begin = min(stop, start + number * block[PIECE])
-    return begin, min(stop, begin + block[PIECE])
+    begin = min(stop, start + number * block[HEAD.piece])
+    return begin, min(stop, begin + block[HEAD.piece])
 
 
 @compiled
@@ -413,10 +350,10 @@ def _holds(block: Words) -> Any:
     moves messages may then still be staging the tensor, or adding it, which the program changes meanwhile.
     """
     fence()  # the marks are looked at after the tensors
-    for peer in range(block[RANKS]):
-        if peer != block[ME]:
-            entry = load_shared(block, _peer(block, peer) + PEER_ENTRY)
-            if load(entry + E_FAILED) == _operation(block):
+    for peer in range(block[HEAD.ranks]):
+        if peer != block[HEAD.me]:
+            entry = load_shared(block, _peer(block, peer) + PEER.entry)
+            if load(entry + ENTRY.failed) == _operation(block):
                 return False
     return True
 
@@ -431,19 +368,20 @@ def _read(block: Words, peer: Any, shift: Any, target: Any, num_bytes: Any) -> A
     if num_bytes == 0:
         return True
     at = _peer(block, peer)
-    block[HERE], block[HERE_BYTES] = target, num_bytes
-    block[THERE], block[THERE_BYTES] = shift - load_shared(block, at + PEER_SOURCE), num_bytes
-    here, there = block[SELF] + 8 * HERE, block[SELF] + 8 * THERE
-    return read_process(block[at + PROCESS], here, 1, there, 1, 0) == num_bytes
+    block[HEAD.here], block[HEAD.here_bytes] = target, num_bytes
+    block[HEAD.there], block[HEAD.there_bytes] = shift - load_shared(block, at + PEER.source), num_bytes
+    here, there = block[HEAD.address] + 8 * HEAD.here, block[HEAD.address] + 8 * HEAD.there
+    return read_process(block[at + PEER.process], here, 1, there, 1, 0) == num_bytes
 
 
 @compiled
 def _fetch(block: Words, start: Any, stop: Any) -> Any:
     """Read what this rank adds next from the peers' processes; return whether it has all of that now."""
-    itemsize, shift = block[ITEMSIZE], (block[_peer(block, block[ME]) + PART_OFFSET] + start) * block[ITEMSIZE]
-    for peer in range(block[RANKS]):
-        if peer != block[ME] and load_shared(block, _peer(block, peer) + PEER_SOURCE) < 0:
-            target = block[FETCHED] + peer * block[PIECE_BYTES]
+    itemsize, offset = block[HEAD.itemsize], block[_peer(block, block[HEAD.me]) + PEER.part_offset]
+    shift = (offset + start) * itemsize
+    for peer in range(block[HEAD.ranks]):
+        if peer != block[HEAD.me] and load_shared(block, _peer(block, peer) + PEER.source) < 0:
+            target = block[HEAD.fetched] + peer * block[HEAD.piece_bytes]
             if not _read(block, peer, shift, target, (stop - start) * itemsize):
                 return False
     return True
@@ -452,47 +390,48 @@ def _fetch(block: Words, start: Any, stop: Any) -> Any:
 @compiled
 def _copy_result(block: Words, part: Any, start: Any, stop: Any, turn: Any) -> Any:
     """Copy a piece of another rank's part into this rank's tensor; return whether that has succeeded."""
-    at, itemsize = _peer(block, part), block[ITEMSIZE]
+    at, itemsize = _peer(block, part), block[HEAD.itemsize]
     target, num_bytes = _own(block, part, start), (stop - start) * itemsize
-    shift, source = (block[at + PART_OFFSET] + start) * itemsize, load_shared(block, at + PEER_SOURCE)
+    shift, source = (block[at + PEER.part_offset] + start) * itemsize, load_shared(block, at + PEER.source)
     if source < 0:
         return _read(block, part, shift, target, num_bytes)
     if source != 0:
         source += shift
     else:
-        source = load_shared(block, at + PEER_STAGE) + block[RESULTS_AT] + turn % 2 * block[PIECE_BYTES]
-    _stream(target, block[at + MEMORY] + source, num_bytes)
+        source = load_shared(block, at + PEER.stage) + block[HEAD.results_at] + turn % 2 * block[HEAD.piece_bytes]
+    _stream(target, block[at + PEER.memory] + source, num_bytes)
     return True
 
 
 @compiled
 def _stage(block: Words, turn: Any) -> None:
     """Copy this rank's pieces of a round, which the other ranks reduce, to where they can read them."""
-    ranks, me, stage = block[RANKS], block[ME], block[_peer(block, block[ME]) + MEMORY] + block[STAGE]
+    ranks, me = block[HEAD.ranks], block[HEAD.me]
+    stage = block[_peer(block, me) + PEER.memory] + block[HEAD.stage]
     for part in range(ranks):
         if part != me:
             start, stop = _piece(block, part, turn)
-            target = stage + (turn % 2 * ranks + part) * block[PIECE_BYTES]
-            copy_bytes(target, _own(block, part, start), (stop - start) * block[ITEMSIZE])
-    block[STAGED] = turn + 1
-    store(block[ENTRY] + E_STAGED, turn + 1)
+            target = stage + (turn % 2 * ranks + part) * block[HEAD.piece_bytes]
+            copy_bytes(target, _own(block, part, start), (stop - start) * block[HEAD.itemsize])
+    block[HEAD.staged] = turn + 1
+    store(block[HEAD.entry] + ENTRY.staged, turn + 1)
 
 
 @compiled
 def _move_pieces(block: Words) -> Any:
     """Carry out the steps that are possible now, each at most once; return whether there were any."""
-    ranks, me, entry, itemsize = block[RANKS], block[ME], block[ENTRY], block[ITEMSIZE]
-    memory = block[_peer(block, me) + MEMORY]
-    is_staged, adds, gathers = block[SOURCE] == 0, block[ADDS] != 0, block[GATHERS] != 0
+    ranks, me, entry, itemsize = block[HEAD.ranks], block[HEAD.me], block[HEAD.entry], block[HEAD.itemsize]
+    memory = block[_peer(block, me) + PEER.memory]
+    is_staged, adds, gathers = block[HEAD.source] == 0, block[HEAD.adds] != 0, block[HEAD.gathers] != 0
     moved = False
-    turn = block[STAGED]
+    turn = block[HEAD.staged]
     # A set of pieces serves every second round: all peers have read those of two rounds before.
-    if adds and is_staged and turn < block[ROUNDS] and turn < _least(block, E_REDUCED) + 2:
+    if adds and is_staged and turn < block[HEAD.rounds] and turn < _least(block, ENTRY.reduced) + 2:
         _stage(block, turn)
         moved = True
-    turn = block[REDUCED]
-    has_room = not (is_staged and gathers) or turn < _least(block, E_COPIED) + 2
-    if turn < block[ROUNDS] and has_room and (not adds or turn < _least_staged(block)):
+    turn = block[HEAD.reduced]
+    has_room = not (is_staged and gathers) or turn < _least(block, ENTRY.copied) + 2
+    if turn < block[HEAD.rounds] and has_room and (not adds or turn < _least_staged(block)):
         start, stop = _piece(block, me, turn)
         if adds:
             if not _fetch(block, start, stop):
@@ -501,16 +440,16 @@ def _move_pieces(block: Words) -> Any:
             if not _holds(block):
                 return moved
         if is_staged and gathers:
-            target = memory + block[STAGE] + block[RESULTS_AT] + turn % 2 * block[PIECE_BYTES]
+            target = memory + block[HEAD.stage] + block[HEAD.results_at] + turn % 2 * block[HEAD.piece_bytes]
             copy_bytes(target, _own(block, me, start), (stop - start) * itemsize)
-        block[REDUCED] = turn + 1
-        store(entry + E_REDUCED, turn + 1)
+        block[HEAD.reduced] = turn + 1
+        store(entry + ENTRY.reduced, turn + 1)
         moved = True
-    turn = load_shared(block, COPIED)
+    turn = load_shared(block, HEAD.copied)
     # Without gathering, this rank does not wait for the results of the others, which need the pieces that it stages: so
     # it must have staged them.
-    may_copy = turn < _least(block, E_REDUCED) if gathers else not is_staged or turn < block[STAGED]
-    if turn < block[REDUCED] and may_copy:
+    may_copy = turn < _least(block, ENTRY.reduced) if gathers else not is_staged or turn < block[HEAD.staged]
+    if turn < block[HEAD.reduced] and may_copy:
         for part in range(ranks):
             if gathers and part != me:
                 start, stop = _piece(block, part, turn)
@@ -518,8 +457,8 @@ def _move_pieces(block: Words) -> Any:
                     return moved
         if gathers and not _holds(block):
             return moved
-        store_shared(block, COPIED, turn + 1)
-        store(entry + E_COPIED, turn + 1)
+        store_shared(block, HEAD.copied, turn + 1)
+        store(entry + ENTRY.copied, turn + 1)
         moved = True
     return moved
 
@@ -528,13 +467,13 @@ def _move_pieces(block: Words) -> Any:
 def _seen(block: Words) -> Any:
     """Return a number that changes when a peer announces the operation, or a counter of a peer's entry changes."""
     total = int64(0)
-    for peer in range(block[RANKS]):
-        if peer == block[ME]:
+    for peer in range(block[HEAD.ranks]):
+        if peer == block[HEAD.me]:
             continue
         at = _peer(block, peer)
-        entry = load_shared(block, at + PEER_ENTRY)
+        entry = load_shared(block, at + PEER.entry)
         if entry != 0:
-            total += load(entry + E_STAGED) + load(entry + E_REDUCED) + load(entry + E_COPIED) + 1
+            total += load(entry + ENTRY.staged) + load(entry + ENTRY.reduced) + load(entry + ENTRY.copied) + 1
             continue
         for probe in range(PROBES):
             entry = _probed(block, at, probe)
@@ -546,16 +485,16 @@ def _seen(block: Words) -> Any:
 @compiled
 def _has_changed(block: Words) -> Any:
     """As ``exchange.HAS_CHANGED`` says."""
-    return load_shared(block, ANNOUNCED) == 0 or _seen(block) != load_shared(block, SEEN)
+    return load_shared(block, HEAD.announced) == 0 or _seen(block) != load_shared(block, HEAD.seen)
 
 
 @compiled
 def _is_read(block: Words) -> Any:
     """As ``exchange.IS_READ`` says."""
-    for peer in range(block[RANKS]):
-        if peer != block[ME]:
-            entry = load_shared(block, _peer(block, peer) + PEER_ENTRY)
-            if entry != 0 and load(entry + E_COPIED) != block[ROUNDS] and _is_there(block, entry):
+    for peer in range(block[HEAD.ranks]):
+        if peer != block[HEAD.me]:
+            entry = load_shared(block, _peer(block, peer) + PEER.entry)
+            if entry != 0 and load(entry + ENTRY.copied) != block[HEAD.rounds] and _is_there(block, entry):
                 return False
     return True
 
@@ -564,64 +503,65 @@ def _is_read(block: Words) -> Any:
 def _has_ended(block: Words, peer: Any) -> Any:
     """As ``exchange.HAS_ENDED`` says."""
     at = _peer(block, peer)
-    if load_shared(block, ANNOUNCED) == 0:
+    if load_shared(block, HEAD.announced) == 0:
         return False  # the words of the peer may be those of the operation before
-    entry = load_shared(block, at + PEER_ENTRY)
-    if entry == 0 or load(entry + E_FAILED) == _operation(block):
+    entry = load_shared(block, at + PEER.entry)
+    if entry == 0 or load(entry + ENTRY.failed) == _operation(block):
         return False
-    if load_shared(block, at + PEER_SOURCE) < 0 and load_shared(block, COPIED) != block[ROUNDS]:
+    if load_shared(block, at + PEER.source) < 0 and load_shared(block, HEAD.copied) != block[HEAD.rounds]:
         return False  # its memory ends with its process
-    return load(entry + E_COPIED) == block[ROUNDS] or not _is_there(block, entry)
+    return load(entry + ENTRY.copied) == block[HEAD.rounds] or not _is_there(block, entry)
 
 
 @compiled
 def _withdraw(block: Words) -> None:
     """As ``exchange.WITHDRAW`` says."""
-    if load_shared(block, ANNOUNCED) != 0:
-        store(block[ENTRY] + E_OPERATION, 0)
+    if load_shared(block, HEAD.announced) != 0:
+        store(block[HEAD.entry] + ENTRY.operation, 0)
 
 
 @compiled
 def _mark_failed(block: Words, iteration: Any, entry: Any) -> None:
     """As ``exchange.MARK_FAILED`` says."""
-    store(entry + E_FAILED, _number(block, iteration))
+    store(entry + ENTRY.failed, _number(block, iteration))
     fence()
 
 
 @compiled
 def _now(block: Words) -> Any:
     """Return the time in nanoseconds."""
-    read_clock(CLOCK_MONOTONIC, block[SELF] + 8 * SECONDS)
-    return block[SECONDS] * 1_000_000_000 + block[NANOSECONDS]
+    read_clock(CLOCK_MONOTONIC, block[HEAD.address] + 8 * HEAD.seconds)
+    return block[HEAD.seconds] * 1_000_000_000 + block[HEAD.nanoseconds]
 
 
 @compiled
 def _advance(block: Words) -> Any:
     """As ``exchange.ADVANCE`` says."""
-    block[WAKE] = 0
-    if load_shared(block, ANNOUNCED) == 0:
+    block[HEAD.wake] = 0
+    if load_shared(block, HEAD.announced) == 0:
         _announce(block)
-    ranks, looks, turns = block[RANKS], 0, block[TURNS]
+    ranks, looks, turns = block[HEAD.ranks], 0, block[HEAD.turns]
     waits_since = int64(0)
-    store_shared(block, SEEN, -1)
+    store_shared(block, HEAD.seen, -1)
     while True:
         seen = _seen(block)
         moved = False
-        found = load_shared(block, FOUND)
+        found = load_shared(block, HEAD.found)
         if found < ranks - 1:
             status = _look(block)
             if status != PENDING:
                 return status
-            moved = load_shared(block, FOUND) > found
-        if load_shared(block, FOUND) == ranks - 1:
-            if block[IS_WHOLE] != 0:
-                if load_shared(block, COPIED) != block[ROUNDS]:  # else it was done when this function was called last
+            moved = load_shared(block, HEAD.found) > found
+        if load_shared(block, HEAD.found) == ranks - 1:
+            if block[HEAD.is_whole] != 0:
+                # Otherwise it was done when this function was called last.
+                if load_shared(block, HEAD.copied) != block[HEAD.rounds]:
                     _compute_all(block)
                     if not _holds(block):
-                        store_shared(block, SEEN, seen)
+                        store_shared(block, HEAD.seen, seen)
                         return PENDING
-                    store_shared(block, COPIED, block[ROUNDS])
-                    store(block[ENTRY] + E_COPIED, block[ROUNDS])
+                    store_shared(block, HEAD.copied, block[HEAD.rounds])
+                    store(block[HEAD.entry] + ENTRY.copied, block[HEAD.rounds])
                 return DONE
             if turns <= 0:
                 return PENDING
@@ -629,25 +569,25 @@ def _advance(block: Words) -> Any:
                 moved = True
                 turns -= 1
                 _wake(block)
-            copied = load_shared(block, COPIED)
-            if copied == block[ROUNDS] and (block[SOURCE] == 0 or _least(block, E_COPIED) == block[ROUNDS]):
+            copied, rounds = load_shared(block, HEAD.copied), block[HEAD.rounds]
+            if copied == rounds and (block[HEAD.source] == 0 or _least(block, ENTRY.copied) == rounds):
                 return DONE
         if moved:
             looks, waits_since = 0, int64(0)
             continue
-        store_shared(block, SEEN, seen)
-        if block[WAKE] != 0:
+        store_shared(block, HEAD.seen, seen)
+        if block[HEAD.wake] != 0:
             return PENDING
-        if looks < block[SPINS]:
+        if looks < block[HEAD.spins]:
             looks += 1
             pause()
             continue
-        if block[SPINS] != 0 or block[YIELD_NS] == 0:
+        if block[HEAD.spins] != 0 or block[HEAD.yield_ns] == 0:
             return PENDING
         now = _now(block)
         if waits_since == 0:
             waits_since = now
-        elif now - waits_since > block[YIELD_NS]:
+        elif now - waits_since > block[HEAD.yield_ns]:
             return PENDING
         yield_core()  # this may take as long as the other processes of the core want
 
@@ -655,12 +595,13 @@ def _advance(block: Words) -> Any:
 @compiled
 def _restart(block: Words, iteration: Any, entry: Any) -> Any:
     """As ``exchange.RESTART`` says."""
-    store_shared(block, ANNOUNCED, 0)  # where other threads can look, ``FastLane.repeat`` has done it under the lock
-    block[ITERATION], block[ENTRY], block[STAGED], block[REDUCED] = iteration, entry, 0, 0
-    store_shared(block, FOUND, 0)
-    store_shared(block, COPIED, 0)
-    for peer in range(block[RANKS]):
-        store_shared(block, _peer(block, peer) + PEER_ENTRY, 0)
+    # Where other threads can look, ``FastLane.repeat`` has done it under the lock.
+    store_shared(block, HEAD.announced, 0)
+    block[HEAD.iteration], block[HEAD.entry], block[HEAD.staged], block[HEAD.reduced] = iteration, entry, 0, 0
+    store_shared(block, HEAD.found, 0)
+    store_shared(block, HEAD.copied, 0)
+    for peer in range(block[HEAD.ranks]):
+        store_shared(block, _peer(block, peer) + PEER.entry, 0)
     return _advance(block)
 
 

@@ -182,10 +182,10 @@ class Loaded(NamedTuple):
 
 
 def files(*names: str) -> tuple[Path, ...]:
-    """Return the paths of files of this package, and of those with the arithmetic that all compiled functions share."""
+    """Return the paths of files of this package, and of those that all compiled functions share."""
     folder = Path(__file__).parent
-    shared = ("atomics.py", "element_types.py", "elements.py", "halves.py", "machine_code.py", "../foundation/types.py")
-    return tuple(folder / name for name in (*shared, *names))
+    shared = ("atomics.py", "element_types.py", "elements.py", "halves.py", "machine_code.py", "words.py")
+    return tuple(folder / name for name in (*shared, "../foundation/types.py", *names))
 
 
 def load(function: CompiledFunction) -> Loaded:

@@ -33,6 +33,7 @@ from totalreduce.kernels.atomics import (
     wait_for_events,
 )
 from totalreduce.kernels.elements import average, combine, compiled
+from totalreduce.kernels.relay import CONNECTION, HEAD, LANE, OPERATION, ROW
 
 __all__ = ["assembly"]
 
@@ -71,30 +72,30 @@ _next_row = compiled(w.next_row)
 
 @compiled
 def _now(block: Words) -> Any:
-    read_clock(CLOCK_MONOTONIC, block[w.SELF] + 8 * w.SECONDS)
-    return block[w.SECONDS] * 1_000_000_000 + block[w.NANOSECONDS]
+    read_clock(CLOCK_MONOTONIC, block[HEAD.address] + 8 * HEAD.seconds)
+    return block[HEAD.seconds] * 1_000_000_000 + block[HEAD.nanoseconds]
 
 
 @compiled
 def _lane(number: Any) -> Any:
-    return int64(w.LANES_AT + number * w.LANE_WORDS)
+    return int64(w.LANES_AT + number * LANE.num_words)
 
 
 @compiled
 def _operation(block: Words, lane: Any) -> Any:
-    return int64(w.OPERATIONS_AT + block[lane + w.OPERATION] * w.OPERATION_WORDS)
+    return int64(w.OPERATIONS_AT + block[lane + LANE.operation] * OPERATION.num_words)
 
 
 @compiled
 def _row(block: Words, lane: Any, index: Any) -> Any:
     """Return a pointer to the words of a row of a lane."""
-    return int64_at(block[lane + w.ROWS] + 8 * w.ROW_WORDS * index)
+    return int64_at(block[lane + LANE.rows] + 8 * ROW.num_words * index)
 
 
 @compiled
 def _slot_of(block: Words, operation: Any, start: Any) -> Words:
     """Return a pointer to the number of the slot of the unfinished sum that has a byte of ``OF_SUMS``."""
-    return int64_at(block[operation + w.SLOTS] + 8 * (start // block[operation + w.SUM_BYTES]))
+    return int64_at(block[operation + OPERATION.slots] + 8 * (start // block[operation + OPERATION.sum_bytes]))
 
 
 @compiled
@@ -102,47 +103,47 @@ def _address(block: Words, lane: Any, buffer: Any, start: Any) -> Any:
     """Return the address of a byte of a buffer, or of an unfinished sum that has a slot."""
     operation = _operation(block, lane)
     if buffer == w.OF_SUMS:
-        length = block[operation + w.SUM_BYTES]
+        length = block[operation + OPERATION.sum_bytes]
         slot = _slot_of(block, operation, start)[0]
-        return int64(block[operation + w.SUMS] + slot * length + start % length)
-    return int64(int64_at(block[operation + w.BUFFERS])[buffer] + start)
+        return int64(block[operation + OPERATION.sums] + slot * length + start % length)
+    return int64(int64_at(block[operation + OPERATION.buffers])[buffer] + start)
 
 
 @compiled
 def _take_slot(block: Words, operation: Any, row: Words) -> None:
     """Give an unfinished sum a slot if it has none: the one that was used last, which is in the cache."""
-    slot = _slot_of(block, operation, row[w.INTO_START])
+    slot = _slot_of(block, operation, row[ROW.into_start])
     if slot[0] < 0:
-        left = block[operation + w.NUM_FREE] - 1
-        slot[0] = int64_at(block[operation + w.FREE_SLOTS])[left]
-        block[operation + w.NUM_FREE] = left
-        block[operation + w.FEWEST_FREE] = min(left, block[operation + w.FEWEST_FREE])
+        left = block[operation + OPERATION.num_free] - 1
+        slot[0] = int64_at(block[operation + OPERATION.free_slots])[left]
+        block[operation + OPERATION.num_free] = left
+        block[operation + OPERATION.fewest_free] = min(left, block[operation + OPERATION.fewest_free])
 
 
 @compiled
 def _give_slot_back(block: Words, operation: Any, row: Words) -> None:
     """Let another sum have the slot of one that was sent. A sum is sent once."""
-    slot = _slot_of(block, operation, row[w.INTO_START])
-    int64_at(block[operation + w.FREE_SLOTS])[block[operation + w.NUM_FREE]] = slot[0]
-    block[operation + w.NUM_FREE] += 1
+    slot = _slot_of(block, operation, row[ROW.into_start])
+    int64_at(block[operation + OPERATION.free_slots])[block[operation + OPERATION.num_free]] = slot[0]
+    block[operation + OPERATION.num_free] += 1
     slot[0] = -1
 
 
 @compiled
 def _next_of(block: Words, lane: Any, index: Any, sends: Any) -> Any:
     """Return the first row of a lane from ``index`` on that sends, or else that receives (``relay.next_row``)."""
-    return _next_row(_row(block, lane, 0), block[lane + w.LENGTH], index, sends)
+    return _next_row(_row(block, lane, 0), block[lane + LANE.length], index, sends)
 
 
 @compiled
 def _note_end(block: Words, lane: Any) -> None:
     """Count a lane whose rows have all been carried out as ended."""
-    length = block[lane + w.LENGTH]
-    if block[lane + w.RECEIVES] == length and block[lane + w.SENDS] == length:
+    length = block[lane + LANE.length]
+    if block[lane + LANE.receives] == length and block[lane + LANE.sends] == length:
         operation = _operation(block, lane)
-        block[operation + w.LANES_LEFT] -= 1
-        if block[operation + w.LANES_LEFT] == 0:
-            block[w.STATUS] |= w.ENDED
+        block[operation + OPERATION.lanes_left] -= 1
+        if block[operation + OPERATION.lanes_left] == 0:
+            block[HEAD.status] |= w.ENDED
 
 
 # --------------------------------------------------------------------------------------------------------- receiving
@@ -150,47 +151,47 @@ def _note_end(block: Words, lane: Any) -> None:
 
 @compiled
 def _set_option(block: Words, descriptor: Any, level: Any, name: Any, number: Any) -> None:
-    int32_at(block[w.SELF] + 8 * w.OPTION)[0] = number
-    set_option(descriptor, level, name, block[w.SELF] + 8 * w.OPTION, 4)
+    int32_at(block[HEAD.address] + 8 * HEAD.option)[0] = number
+    set_option(descriptor, level, name, block[HEAD.address] + 8 * HEAD.option, 4)
 
 
 @compiled
 def _set_low_water_mark(block: Words, at: Any) -> None:
     """Tell the kernel how much must come before it reports the socket as readable."""
-    if block[at + w.IN_LANE] == w.NO_LANE:
-        wanted = HEADER_BYTES - block[at + w.IN_GOT]
+    if block[at + CONNECTION.in_lane] == w.NO_LANE:
+        wanted = HEADER_BYTES - block[at + CONNECTION.in_got]
     else:
-        left = block[at + w.IN_LEFT]
+        left = block[at + CONNECTION.in_left]
         wanted = min(left, _WAKE_BYTES) if left > _WAKE_BYTES_MIN else 1
-    if block[at + w.LOW_WATER] != wanted:
-        block[at + w.LOW_WATER] = wanted
-        _set_option(block, block[at + w.FD], _SOCKET, _LOW_WATER_MARK, wanted)
+    if block[at + CONNECTION.low_water] != wanted:
+        block[at + CONNECTION.low_water] = wanted
+        _set_option(block, block[at + CONNECTION.fd], _SOCKET, _LOW_WATER_MARK, wanted)
 
 
 @compiled
 def _end(block: Words, at: Any, error: Any) -> None:
     """Note that a connection has ended."""
-    block[at + w.FAILURE] = error
-    block[at + w.READABLE] = block[at + w.WRITABLE] = 0
-    block[w.STATUS] |= w.FAILED
+    block[at + CONNECTION.failure] = error
+    block[at + CONNECTION.readable] = block[at + CONNECTION.writable] = 0
+    block[HEAD.status] |= w.FAILED
 
 
 @compiled
 def _receive(block: Words, at: Any, target: Any, num_bytes: Any) -> Any:
     """Receive at most so many bytes; return how many."""
     while True:
-        count = receive(block[at + w.FD], target, num_bytes, _NOT_BLOCKING)
+        count = receive(block[at + CONNECTION.fd], target, num_bytes, _NOT_BLOCKING)
         if count > 0:
-            block[at + w.BYTES_IN] += count
-            if count < num_bytes and block[at + w.IS_ENDING] == 0:
-                block[at + w.READABLE] = 0  # the socket is empty
+            block[at + CONNECTION.bytes_in] += count
+            if count < num_bytes and block[at + CONNECTION.is_ending] == 0:
+                block[at + CONNECTION.readable] = 0  # the socket is empty
             return count
         if count == 0:
             _end(block, at, w.EOF)
             return int64(0)
         error = int32_at(error_number_at())[0]
         if error == _AGAIN:
-            block[at + w.READABLE] = 0
+            block[at + CONNECTION.readable] = 0
             return int64(0)
         if error != _INTERRUPTED:
             _end(block, at, error)
@@ -200,19 +201,19 @@ def _receive(block: Words, at: Any, target: Any, num_bytes: Any) -> Any:
 @compiled
 def _skip_beats(block: Words, at: Any) -> None:
     """Take heartbeats out of the beginning of a header."""
-    header = block[w.SELF] + 8 * (at + w.IN_HEADER)
-    beats, got = int64(0), block[at + w.IN_GOT]
+    header = block[HEAD.address] + 8 * (at + CONNECTION.in_header)
+    beats, got = int64(0), block[at + CONNECTION.in_got]
     while beats < got and uint8_at(header)[beats] == _BEAT:
         beats += 1
     if beats:
         move_bytes(header, header + beats, got - beats)
-        block[at + w.IN_GOT] = got - beats
+        block[at + CONNECTION.in_got] = got - beats
 
 
 @compiled
 def _iteration(block: Words, lane: Any, index: Any) -> Any:
     """Return the third word of the header of the message of a row: the iteration, and the lane of the operation."""
-    return int64(block[lane + w.ITERATION] + index * block[lane + w.PER_ROW])
+    return int64(block[lane + LANE.iteration] + index * block[lane + LANE.per_row])
 
 
 @compiled
@@ -220,38 +221,38 @@ def _is_signed(block: Words, lane: Any, header: Any) -> Any:
     """Return whether a header has the signature of a lane."""
     is_signed = True
     for word in range(w.SIGNATURE_WORDS):
-        is_signed = is_signed and block[lane + w.SIGNATURE + word] == block[header + 4 + word]
+        is_signed = is_signed and block[lane + LANE.signature + word] == block[header + 4 + word]
     return is_signed
 
 
 @compiled
 def _find_lane(block: Words, at: Any) -> Any:
     """Return the number of the lane that expects the message of a header next; ``NO_LANE`` if there is none."""
-    header = at + w.IN_HEADER
-    if block[header] != block[w.PROLOGUE]:
+    header = at + CONNECTION.in_header
+    if block[header] != block[HEAD.prologue]:
         return int64(w.NO_LANE)
     third = block[header + 3]
     step, flags, num_bytes = third & 0xFFFF, (third >> 16) & 0xFF, (third >> 32) & 0xFFFFFFFF
     if flags & ~(_EAGER | _URGENT) != 0:
         return int64(w.NO_LANE)
-    for number in range(block[w.NUM_LANES]):
+    for number in range(block[HEAD.num_lanes]):
         lane = _lane(number)
-        index = block[lane + w.RECEIVES]
-        if block[lane + w.KEY] != block[header + 1] or _iteration(block, lane, index) != block[header + 2]:
+        index = block[lane + LANE.receives]
+        if block[lane + LANE.key] != block[header + 1] or _iteration(block, lane, index) != block[header + 2]:
             continue
-        if block[lane + w.OPERATION] < 0 or load_shared(block, _operation(block, lane) + w.HAS_FAILED) != 0:
+        if block[lane + LANE.operation] < 0 or load_shared(block, _operation(block, lane) + OPERATION.has_failed) != 0:
             continue
-        if index == block[lane + w.LENGTH] or not _is_signed(block, lane, header):
+        if index == block[lane + LANE.length] or not _is_signed(block, lane, header):
             continue
         row = _row(block, lane, index)
-        comes_by = w.CONNECTIONS_AT + block[lane + w.COMES_BY + row[w.ROW_PEER]] * w.CONNECTION_WORDS
-        if row[w.ACTION] == w.SEND or row[w.STEP] != step or row[w.LENGTH_BYTES] != num_bytes or comes_by != at:
+        comes_by = w.CONNECTIONS_AT + block[lane + LANE.comes_by + row[ROW.peer]] * CONNECTION.num_words
+        if row[ROW.action] == w.SEND or row[ROW.step] != step or row[ROW.length_bytes] != num_bytes or comes_by != at:
             continue
         if flags & _URGENT:
-            store_shared(block, _operation(block, lane) + w.IS_PROMOTED, 1)
+            store_shared(block, _operation(block, lane) + OPERATION.is_promoted, 1)
         if flags & _EAGER:
-            block[at + w.EAGER_IN] += 1
-            block[at + w.EAGER_BYTES_IN] += num_bytes
+            block[at + CONNECTION.eager_in] += 1
+            block[at + CONNECTION.eager_bytes_in] += num_bytes
         return int64(number)
     return int64(w.NO_LANE)
 
@@ -261,63 +262,64 @@ def _begin_body(block: Words, at: Any) -> None:
     """Find the place of the body of a header that has come, or leave the header to the interpreter."""
     number = _find_lane(block, at)
     if number == w.NO_LANE:
-        block[at + w.IN_REFUSED] = 1
-        block[at + w.MAY_READ] = 0
-        block[w.STATUS] |= w.REFUSED
+        block[at + CONNECTION.in_refused] = 1
+        block[at + CONNECTION.may_read] = 0
+        block[HEAD.status] |= w.REFUSED
         return
     lane = _lane(number)
-    row = _row(block, lane, block[lane + w.RECEIVES])
-    block[at + w.IN_LANE] = number
-    if row[w.INTO] == w.OF_SUMS:
+    row = _row(block, lane, block[lane + LANE.receives])
+    block[at + CONNECTION.in_lane] = number
+    if row[ROW.into] == w.OF_SUMS:
         _take_slot(block, _operation(block, lane), row)
-    block[at + w.IN_AT] = _address(block, lane, row[w.INTO], row[w.INTO_START])
-    block[at + w.IN_LOCAL] = _address(block, lane, row[w.BUFFER], row[w.START])
-    block[at + w.IN_LEFT], block[at + w.IN_WAITING] = row[w.LENGTH_BYTES], 0
-    if row[w.LENGTH_BYTES] == 0:
+    block[at + CONNECTION.in_at] = _address(block, lane, row[ROW.into], row[ROW.into_start])
+    block[at + CONNECTION.in_local] = _address(block, lane, row[ROW.buffer], row[ROW.start])
+    block[at + CONNECTION.in_left], block[at + CONNECTION.in_waiting] = row[ROW.length_bytes], 0
+    if row[ROW.length_bytes] == 0:
         _end_body(block, at)
 
 
 @compiled
 def _end_body(block: Words, at: Any) -> None:
     """Go on with the lane whose message has come."""
-    number = block[at + w.IN_LANE]
-    block[at + w.IN_LANE], block[at + w.IN_GOT] = w.NO_LANE, 0
-    block[at + w.MESSAGES_IN] += 1
+    number = block[at + CONNECTION.in_lane]
+    block[at + CONNECTION.in_lane], block[at + CONNECTION.in_got] = w.NO_LANE, 0
+    block[at + CONNECTION.messages_in] += 1
     if number >= 0:
         lane = _lane(number)
-        store_shared(block, lane + w.RECEIVES, _next_of(block, lane, block[lane + w.RECEIVES] + 1, False))
+        store_shared(block, lane + LANE.receives, _next_of(block, lane, block[lane + LANE.receives] + 1, False))
         _note_end(block, lane)
 
 
 @compiled
 def _receive_body(block: Words, at: Any) -> Any:
     """Receive a part of a body, and add it to this rank's part where the row says so; return how many bytes came."""
-    number, left, target = block[at + w.IN_LANE], block[at + w.IN_LEFT], block[at + w.IN_AT]
+    number, left, target = block[at + CONNECTION.in_lane], block[at + CONNECTION.in_left], block[at + CONNECTION.in_at]
     if number == w.DISCARDED:
-        count = _receive(block, at, block[at + w.WINDOW], min(left, block[at + w.WINDOW_BYTES]))
-        block[at + w.IN_LEFT] = left - count
+        count = _receive(block, at, block[at + CONNECTION.window], min(left, block[at + CONNECTION.window_bytes]))
+        block[at + CONNECTION.in_left] = left - count
         return count
     lane = _lane(number)
-    action = _row(block, lane, block[lane + w.RECEIVES])[w.ACTION]
+    action = _row(block, lane, block[lane + LANE.receives])[ROW.action]
     if action == w.REPLACE:
         count = _receive(block, at, target, left)
-        block[at + w.IN_AT], block[at + w.IN_LEFT] = target + count, left - count
+        block[at + CONNECTION.in_at], block[at + CONNECTION.in_left] = target + count, left - count
         return count
     # A part that stays in the cache until it is added.
-    window, waiting = block[at + w.WINDOW], block[at + w.IN_WAITING]
-    count = _receive(block, at, window + waiting, min(left, block[at + w.WINDOW_BYTES] - waiting))
+    window, waiting = block[at + CONNECTION.window], block[at + CONNECTION.in_waiting]
+    count = _receive(block, at, window + waiting, min(left, block[at + CONNECTION.window_bytes] - waiting))
     operation = _operation(block, lane)
-    kind, itemsize, come = block[operation + w.KIND], block[operation + w.ITEMSIZE], waiting + count
-    elements, local = come // itemsize, block[at + w.IN_LOCAL]
+    kind, itemsize, come = block[operation + OPERATION.kind], block[operation + OPERATION.itemsize], waiting + count
+    elements, local = come // itemsize, block[at + CONNECTION.in_local]
     if local != target:
         copy_bytes(target, local, elements * itemsize)
-    combine(kind, block[operation + w.REDUCTION], target, window, elements)
+    combine(kind, block[operation + OPERATION.reduction], target, window, elements)
     if action == w.COMBINE_LAST:
-        average(kind, block[operation + w.DIVISOR], target, elements)
+        average(kind, block[operation + OPERATION.divisor], target, elements)
     added = elements * itemsize
     copy_bytes(window, window + added, come - added)
-    block[at + w.IN_LOCAL] = local + added
-    block[at + w.IN_WAITING], block[at + w.IN_AT], block[at + w.IN_LEFT] = come - added, target + added, left - count
+    block[at + CONNECTION.in_local] = local + added
+    block[at + CONNECTION.in_waiting] = come - added
+    block[at + CONNECTION.in_at], block[at + CONNECTION.in_left] = target + added, left - count
     return count
 
 
@@ -325,22 +327,23 @@ def _receive_body(block: Words, at: Any) -> Any:
 def _read(block: Words, at: Any) -> Any:
     """Receive what has come by a connection; return how many bytes that were."""
     moved = int64(0)
-    while block[at + w.READABLE] != 0 and block[at + w.MAY_READ] != 0 and moved < _QUANTUM_BYTES:
-        if block[at + w.IN_LANE] != w.NO_LANE:
+    while block[at + CONNECTION.readable] != 0 and block[at + CONNECTION.may_read] != 0 and moved < _QUANTUM_BYTES:
+        if block[at + CONNECTION.in_lane] != w.NO_LANE:
             count = _receive_body(block, at)
             moved += count
-            if block[at + w.IN_LEFT] == 0:
+            if block[at + CONNECTION.in_left] == 0:
                 _end_body(block, at)
             continue
-        got = block[at + w.IN_GOT]
-        target = block[w.SELF] + 8 * (at + w.IN_HEADER) + got
+        got = block[at + CONNECTION.in_got]
+        target = block[HEAD.address] + 8 * (at + CONNECTION.in_header) + got
         count = _receive(block, at, target, HEADER_BYTES - got)
         moved += count
-        block[at + w.IN_GOT] = got + count
+        block[at + CONNECTION.in_got] = got + count
         _skip_beats(block, at)
-        if block[at + w.IN_GOT] == HEADER_BYTES:
+        if block[at + CONNECTION.in_got] == HEADER_BYTES:
             _begin_body(block, at)
-    if block[at + w.READABLE] == 0 and block[at + w.MAY_READ] != 0 and block[at + w.FAILURE] == 0:
+    is_read = block[at + CONNECTION.may_read] != 0 and block[at + CONNECTION.failure] == 0
+    if is_read and block[at + CONNECTION.readable] == 0:
         _set_low_water_mark(block, at)
     return moved
 
@@ -352,35 +355,35 @@ def _read(block: Words, at: Any) -> Any:
 def _least_received(block: Words, operation: Any) -> Any:
     """Return the least position of the blocks of an operation that are being received; ``_LAST`` if there is none."""
     least = int64(_LAST)
-    for number in range(block[w.NUM_LANES]):
+    for number in range(block[HEAD.num_lanes]):
         lane = _lane(number)
-        if block[lane + w.OPERATION] == operation and block[lane + w.RECEIVES] < block[lane + w.LENGTH]:
-            least = min(least, block[lane + w.RECEIVES])
+        if block[lane + LANE.operation] == operation and block[lane + LANE.receives] < block[lane + LANE.length]:
+            least = min(least, block[lane + LANE.receives])
     return least
 
 
 @compiled
 def _is_ready(block: Words, lane: Any, connection: Any) -> Any:
     """Return whether the next message of a lane can leave by a connection, whose number is given."""
-    index, number = block[lane + w.SENDS], block[lane + w.OPERATION]
-    if number < 0 or index >= block[lane + w.RECEIVES]:
+    index, number = block[lane + LANE.sends], block[lane + LANE.operation]
+    if number < 0 or index >= block[lane + LANE.receives]:
         return False  # after the last row that receives, ``RECEIVES`` is the number of rows
     operation = _operation(block, lane)
-    if load_shared(block, operation + w.HAS_FAILED) != 0:
+    if load_shared(block, operation + OPERATION.has_failed) != 0:
         return False
-    if load_shared(block, lane + w.LEAVES_BY + _row(block, lane, index)[w.ROW_PEER]) != connection:
+    if load_shared(block, lane + LANE.leaves_by + _row(block, lane, index)[ROW.peer]) != connection:
         return False
-    ahead = block[operation + w.AHEAD]
+    ahead = block[operation + OPERATION.ahead]
     return ahead == 0 or index < _least_received(block, number) + ahead
 
 
 @compiled
 def _give_turn(block: Words, at: Any, old_sequence: Any) -> None:
     """Note that it is the rival's turn. ``old_sequence``: the age of the oldest message here that is ready."""
-    block[at + w.RIVALS_TURN_HERE] = 1
-    is_oldest = block[at + w.RIVAL_SEQUENCE] < old_sequence
-    block[at + w.OVERTAKES] = 0 if is_oldest else block[at + w.OVERTAKES] + 1
-    block[w.STATUS] |= w.RIVALS_TURN
+    block[at + CONNECTION.rivals_turn_here] = 1
+    is_oldest = block[at + CONNECTION.rival_sequence] < old_sequence
+    block[at + CONNECTION.overtakes] = 0 if is_oldest else block[at + CONNECTION.overtakes] + 1
+    block[HEAD.status] |= w.RIVALS_TURN
 
 
 @compiled
@@ -388,41 +391,42 @@ def _choose(block: Words, at: Any, connection: Any) -> Any:
     """Return the number of the lane whose message leaves next; ``NO_LANE`` if none is ready, or it is the rival's turn.
 
     The most urgent message is the next one; after ``STARVATION_LIMIT`` messages the oldest one is. A message that the
-    interpreter has (``RIVAL``) takes part.
+    interpreter has (``CONNECTION.rival``) takes part.
     """
     best, oldest = int64(w.NO_LANE), int64(w.NO_LANE)
     best_waits = best_priority = best_sequence = best_step = best_lane = int64(_LAST)
     old_sequence = old_step = old_lane = int64(_LAST)
-    for number in range(block[w.NUM_LANES]):
+    for number in range(block[HEAD.num_lanes]):
         lane = _lane(number)
         if not _is_ready(block, lane, connection):
             continue
         operation = _operation(block, lane)
-        waits = 1 - load_shared(block, operation + w.IS_PROMOTED)
-        priority, sequence = block[operation + w.PRIORITY], block[operation + w.SEQUENCE]
-        step, index = _row(block, lane, block[lane + w.SENDS])[w.STEP], block[lane + w.LANE]
+        waits = 1 - load_shared(block, operation + OPERATION.is_promoted)
+        priority, sequence = block[operation + OPERATION.priority], block[operation + OPERATION.sequence]
+        step, index = _row(block, lane, block[lane + LANE.sends])[ROW.step], block[lane + LANE.index]
         if (sequence, step, index) < (old_sequence, old_step, old_lane):
             oldest, old_sequence, old_step, old_lane = number, sequence, step, index
         order = (waits, priority, sequence, step, index)
         if order < (best_waits, best_priority, best_sequence, best_step, best_lane):
             best, best_waits, best_priority, best_sequence, best_step, best_lane = (number, *order)
     if best == w.NO_LANE:
-        if block[at + w.RIVAL] != 0:
+        if block[at + CONNECTION.rival] != 0:
             _give_turn(block, at, old_sequence)
         return best
-    if block[w.IS_FIFO] != 0 or block[at + w.OVERTAKES] >= block[w.STARVATION_LIMIT]:
+    if block[HEAD.is_fifo] != 0 or block[at + CONNECTION.overtakes] >= block[HEAD.starvation_limit]:
         best, best_waits, best_priority, best_sequence = oldest, int64(-1), int64(0), old_sequence
-    if block[at + w.RIVAL] != 0:
-        rival_waits, rival_priority = 1 - block[at + w.RIVAL_IS_PROMOTED], block[at + w.RIVAL_PRIORITY]
+    if block[at + CONNECTION.rival] != 0:
+        rival_waits = 1 - block[at + CONNECTION.rival_is_promoted]
+        rival_priority = block[at + CONNECTION.rival_priority]
         if best_waits < 0:
             rival_waits, rival_priority = int64(-1), int64(0)
-        rival = (rival_waits, rival_priority, block[at + w.RIVAL_SEQUENCE])
+        rival = (rival_waits, rival_priority, block[at + CONNECTION.rival_sequence])
         if rival < (best_waits, best_priority, best_sequence):
             _give_turn(block, at, old_sequence)
             return int64(w.NO_LANE)
-        if block[at + w.RIVAL_SEQUENCE] < old_sequence:
+        if block[at + CONNECTION.rival_sequence] < old_sequence:
             oldest = int64(w.NO_LANE)
-    block[at + w.OVERTAKES] = 0 if best == oldest else block[at + w.OVERTAKES] + 1
+    block[at + CONNECTION.overtakes] = 0 if best == oldest else block[at + CONNECTION.overtakes] + 1
     return best
 
 
@@ -430,60 +434,60 @@ def _choose(block: Words, at: Any, connection: Any) -> Any:
 def _load(block: Words, at: Any, number: Any) -> None:
     """Take the next message of a lane as the one that is leaving."""
     lane = _lane(number)
-    row, header = _row(block, lane, block[lane + w.SENDS]), at + w.OUT_HEADER
-    is_promoted = load_shared(block, _operation(block, lane) + w.IS_PROMOTED)
+    row, header = _row(block, lane, block[lane + LANE.sends]), at + CONNECTION.out_header
+    is_promoted = load_shared(block, _operation(block, lane) + OPERATION.is_promoted)
     flags = int64(_URGENT) if is_promoted != 0 else int64(0)
-    block[header], block[header + 1] = block[w.PROLOGUE], block[lane + w.KEY]
-    block[header + 2] = _iteration(block, lane, block[lane + w.SENDS])
-    block[header + 3] = row[w.STEP] | (flags << 16) | (row[w.LENGTH_BYTES] << 32)
+    block[header], block[header + 1] = block[HEAD.prologue], block[lane + LANE.key]
+    block[header + 2] = _iteration(block, lane, block[lane + LANE.sends])
+    block[header + 3] = row[ROW.step] | (flags << 16) | (row[ROW.length_bytes] << 32)
     for word in range(w.SIGNATURE_WORDS):
-        block[header + 4 + word] = block[lane + w.SIGNATURE + word]
-    block[header + 7] = block[lane + w.SENT_PRIORITY]
-    block[at + w.OUT_LANE], block[at + w.OUT_HEADER_LEFT] = number, HEADER_BYTES
-    block[at + w.OUT_AT] = _address(block, lane, row[w.INTO], row[w.INTO_START])
-    block[at + w.OUT_LEFT] = row[w.LENGTH_BYTES]
+        block[header + 4 + word] = block[lane + LANE.signature + word]
+    block[header + 7] = block[lane + LANE.sent_priority]
+    block[at + CONNECTION.out_lane], block[at + CONNECTION.out_header_left] = number, HEADER_BYTES
+    block[at + CONNECTION.out_at] = _address(block, lane, row[ROW.into], row[ROW.into_start])
+    block[at + CONNECTION.out_left] = row[ROW.length_bytes]
 
 
 @compiled
 def _send(block: Words, at: Any) -> Any:
     """Send bytes of the message that is leaving; return how many."""
-    header_left, left = block[at + w.OUT_HEADER_LEFT], block[at + w.OUT_LEFT]
-    vectors, first = block[w.SELF] + 8 * w.VECTORS, int64(0)
-    block[w.VECTORS] = block[w.SELF] + 8 * (at + w.OUT_HEADER) + HEADER_BYTES - header_left
-    block[w.VECTORS + 1] = header_left
-    block[w.VECTORS + 2], block[w.VECTORS + 3] = block[at + w.OUT_AT], left
+    header_left, left = block[at + CONNECTION.out_header_left], block[at + CONNECTION.out_left]
+    vectors, first = block[HEAD.address] + 8 * HEAD.vectors, int64(0)
+    block[HEAD.vectors] = block[HEAD.address] + 8 * (at + CONNECTION.out_header) + HEADER_BYTES - header_left
+    block[HEAD.vectors + 1] = header_left
+    block[HEAD.vectors + 2], block[HEAD.vectors + 3] = block[at + CONNECTION.out_at], left
     if header_left == 0:
         first = int64(1)
     for word in range(7):
-        block[w.MESSAGE + word] = 0
-    block[w.MESSAGE + 2], block[w.MESSAGE + 3] = vectors + 16 * first, 2 - first
-    is_long = header_left + left > block[at + w.LONG_BYTES]
+        block[HEAD.message + word] = 0
+    block[HEAD.message + 2], block[HEAD.message + 3] = vectors + 16 * first, 2 - first
+    is_long = header_left + left > block[at + CONNECTION.long_bytes]
     if is_long:  # it goes into the socket as a whole (``transports.connection.UnsentLimit``)
-        _set_option(block, block[at + w.FD], _TCP, _UNSENT_LIMIT, _NO_LIMIT)
-    count = send_message(block[at + w.FD], block[w.SELF] + 8 * w.MESSAGE, _NOT_BLOCKING | _NO_SIGNAL)
+        _set_option(block, block[at + CONNECTION.fd], _TCP, _UNSENT_LIMIT, _NO_LIMIT)
+    count = send_message(block[at + CONNECTION.fd], block[HEAD.address] + 8 * HEAD.message, _NOT_BLOCKING | _NO_SIGNAL)
     error = int32_at(error_number_at())[0]
     if is_long:
-        _set_option(block, block[at + w.FD], _TCP, _UNSENT_LIMIT, block[at + w.UNSENT_LIMIT])
+        _set_option(block, block[at + CONNECTION.fd], _TCP, _UNSENT_LIMIT, block[at + CONNECTION.unsent_limit])
         # The kernel reports an end of waiting only to those that have asked.
-        int32_at(block[w.SELF] + 8 * w.POLLED)[0] = block[at + w.FD]
-        int32_at(block[w.SELF] + 8 * w.POLLED)[1] = _POLL_OUT
-        block[at + w.WRITABLE] = 1 if poll(block[w.SELF] + 8 * w.POLLED, 1, 0) > 0 else 0
+        int32_at(block[HEAD.address] + 8 * HEAD.polled)[0] = block[at + CONNECTION.fd]
+        int32_at(block[HEAD.address] + 8 * HEAD.polled)[1] = _POLL_OUT
+        block[at + CONNECTION.writable] = 1 if poll(block[HEAD.address] + 8 * HEAD.polled, 1, 0) > 0 else 0
     if count < 0:
         if error == _AGAIN:
-            block[at + w.WRITABLE] = 0
+            block[at + CONNECTION.writable] = 0
         elif error != _INTERRUPTED:
             # What the peer has sent before its end still counts.
-            block[at + w.IS_BROKEN], block[at + w.WRITABLE] = 1, 0
-            block[at + w.READABLE] = block[at + w.IS_ENDING] = 1
-            block[w.STATUS] |= w.FAILED
+            block[at + CONNECTION.is_broken], block[at + CONNECTION.writable] = 1, 0
+            block[at + CONNECTION.readable] = block[at + CONNECTION.is_ending] = 1
+            block[HEAD.status] |= w.FAILED
         return int64(0)
     if count < header_left + left:
-        block[at + w.WRITABLE] = 0  # the socket is full
+        block[at + CONNECTION.writable] = 0  # the socket is full
     of_header = min(count, header_left)
-    block[at + w.OUT_HEADER_LEFT] = header_left - of_header
-    block[at + w.OUT_AT] += count - of_header
-    block[at + w.OUT_LEFT] = left - (count - of_header)
-    block[at + w.BYTES_OUT] += count
+    block[at + CONNECTION.out_header_left] = header_left - of_header
+    block[at + CONNECTION.out_at] += count - of_header
+    block[at + CONNECTION.out_left] = left - (count - of_header)
+    block[at + CONNECTION.bytes_out] += count
     return int64(count)
 
 
@@ -491,26 +495,26 @@ def _send(block: Words, at: Any) -> Any:
 def _write(block: Words, at: Any, connection: Any) -> Any:
     """Send messages until the socket is full, none is ready, or enough have left; return how many bytes that were."""
     moved = int64(0)
-    while block[at + w.WRITABLE] != 0 and block[at + w.MAY_WRITE] != 0 and moved < _QUANTUM_BYTES:
-        if block[at + w.OUT_LANE] == w.NO_LANE:
+    while block[at + CONNECTION.writable] != 0 and block[at + CONNECTION.may_write] != 0 and moved < _QUANTUM_BYTES:
+        if block[at + CONNECTION.out_lane] == w.NO_LANE:
             number = _choose(block, at, connection)
             if number == w.NO_LANE:
                 break
             _load(block, at, number)
         moved += _send(block, at)
-        if block[at + w.OUT_HEADER_LEFT] == 0 and block[at + w.OUT_LEFT] == 0:
-            number = block[at + w.OUT_LANE]
-            block[at + w.OUT_LANE] = w.NO_LANE
-            block[at + w.MESSAGES_OUT] += 1
+        if block[at + CONNECTION.out_header_left] == 0 and block[at + CONNECTION.out_left] == 0:
+            number = block[at + CONNECTION.out_lane]
+            block[at + CONNECTION.out_lane] = w.NO_LANE
+            block[at + CONNECTION.messages_out] += 1
             if number >= 0:
                 lane = _lane(number)
-                row = _row(block, lane, block[lane + w.SENDS])
-                if row[w.INTO] == w.OF_SUMS:
+                row = _row(block, lane, block[lane + LANE.sends])
+                if row[ROW.into] == w.OF_SUMS:
                     _give_slot_back(block, _operation(block, lane), row)
-                store_shared(block, lane + w.SENDS, _next_of(block, lane, block[lane + w.SENDS] + 1, True))
+                store_shared(block, lane + LANE.sends, _next_of(block, lane, block[lane + LANE.sends] + 1, True))
                 _note_end(block, lane)
             else:
-                block[w.STATUS] |= w.ENDED  # the interpreter waits for the end of this message
+                block[HEAD.status] |= w.ENDED  # the interpreter waits for the end of this message
     return moved
 
 
@@ -520,61 +524,61 @@ def _write(block: Words, at: Any, connection: Any) -> Any:
 @compiled
 def _sort_event(block: Words, descriptor: Any, events: Any) -> None:
     """Note an event in the words of its connection, or leave it to the interpreter."""
-    for number in range(block[w.NUM_CONNECTIONS]):
-        at = w.CONNECTIONS_AT + number * w.CONNECTION_WORDS
-        if block[at + w.FD] != descriptor:
+    for number in range(block[HEAD.num_connections]):
+        at = w.CONNECTIONS_AT + number * CONNECTION.num_words
+        if block[at + CONNECTION.fd] != descriptor:
             continue
         if events & (_IN | _ENDS):
-            block[at + w.READABLE] = 1
+            block[at + CONNECTION.readable] = 1
         if events & _ENDS:
-            block[at + w.IS_ENDING] = 1
+            block[at + CONNECTION.is_ending] = 1
         # The kernel adds to every other event that a socket takes bytes. That says something to the interpreter only if
         # the socket took none before.
-        was_writable = block[at + w.WRITABLE] != 0
+        was_writable = block[at + CONNECTION.writable] != 0
         if events & (_OUT | _ENDS):
-            block[at + w.WRITABLE] = 1
-        reads = block[at + w.MAY_READ] != 0 or events & (_IN | _ENDS) == 0
-        writes = block[at + w.MAY_WRITE] != 0 or was_writable or events & (_OUT | _ENDS) == 0
+            block[at + CONNECTION.writable] = 1
+        reads = block[at + CONNECTION.may_read] != 0 or events & (_IN | _ENDS) == 0
+        writes = block[at + CONNECTION.may_write] != 0 or was_writable or events & (_OUT | _ENDS) == 0
         if reads and writes:
             return
         break
-    left = w.EVENTS_LEFT + 2 * block[w.NUM_EVENTS_LEFT]
+    left = HEAD.events_left + 2 * block[HEAD.num_events_left]
     block[left], block[left + 1] = descriptor, events
-    block[w.NUM_EVENTS_LEFT] += 1
-    block[w.STATUS] |= w.FOR_INTERPRETER
+    block[HEAD.num_events_left] += 1
+    block[HEAD.status] |= w.FOR_INTERPRETER
 
 
 @compiled
 def _wait(block: Words, timeout_ns: Any) -> Any:
     """Wait for events, and sort them; return their number, or -1 if a signal has come."""
     timeout_ms = (timeout_ns + 999_999) // 1_000_000
-    room = w.EVENTS_MAX - block[w.NUM_EVENTS_LEFT]
-    count = wait_for_events(block[w.EPOLL], block[w.EVENTS], room, timeout_ms)
+    room = w.EVENTS_MAX - block[HEAD.num_events_left]
+    count = wait_for_events(block[HEAD.epoll], block[HEAD.events], room, timeout_ms)
     for number in range(count):
-        event = block[w.EVENTS] + number * block[w.EVENT_BYTES]
-        events, descriptor = int32_at(event)[0], int32_at(event + block[w.EVENT_DATA])[0]
+        event = block[HEAD.events] + number * block[HEAD.event_bytes]
+        events, descriptor = int32_at(event)[0], int32_at(event + block[HEAD.event_data])[0]
         _sort_event(block, descriptor, events)
     return count
 
 
 def _pump(address: Any, timeout_ns: Any) -> Any:
     block = int64_at(address)
-    block[w.STATUS] = 0
-    block[w.NUM_EVENTS_LEFT] = 0
+    block[HEAD.status] = 0
+    block[HEAD.num_events_left] = 0
     begin = _now(block)
     until, since_events = begin + timeout_ns, int64(0)
     while True:
         moved = int64(0)
-        for number in range(block[w.NUM_CONNECTIONS]):
-            at = w.CONNECTIONS_AT + number * w.CONNECTION_WORDS
-            if block[at + w.FD] >= 0:
+        for number in range(block[HEAD.num_connections]):
+            at = w.CONNECTIONS_AT + number * CONNECTION.num_words
+            if block[at + CONNECTION.fd] >= 0:
                 moved += _read(block, at)
-        for number in range(block[w.NUM_CONNECTIONS]):
-            at = w.CONNECTIONS_AT + number * w.CONNECTION_WORDS
-            if block[at + w.FD] >= 0 and block[at + w.IS_BROKEN] == 0:
+        for number in range(block[HEAD.num_connections]):
+            at = w.CONNECTIONS_AT + number * CONNECTION.num_words
+            if block[at + CONNECTION.fd] >= 0 and block[at + CONNECTION.is_broken] == 0:
                 moved += _write(block, at, number)
-        if block[w.STATUS] != 0:
-            return block[w.STATUS]
+        if block[HEAD.status] != 0:
+            return block[HEAD.status]
         since_events += moved
         if moved != 0 and since_events < _QUANTUM_BYTES:
             continue
@@ -582,14 +586,14 @@ def _pump(address: Any, timeout_ns: Any) -> Any:
         now = _now(block)
         if moved != 0:
             if _wait(block, 0) < 0:
-                return block[w.STATUS]
+                return block[HEAD.status]
             if now - begin > _LONGEST_NS and now > until:
-                block[w.STATUS] |= w.TIME_IS_UP
-                return block[w.STATUS]
+                block[HEAD.status] |= w.TIME_IS_UP
+                return block[HEAD.status]
             continue
         count = _wait(block, max(until - now, 0))
         if count < 0 or (count == 0 and now >= until):
-            return block[w.STATUS]
+            return block[HEAD.status]
 
 
 def assembly() -> tuple[str, str]:

@@ -23,8 +23,10 @@ import numpy as np
 from totalreduce.engine.operation import Carriage, progress_text
 from totalreduce.engine.relay_plan import RelayPlan
 from totalreduce.engine.relaying import Order, RelayedTraffic, RelayTask
+from totalreduce.foundation.header import HEADER_BYTES
 from totalreduce.kernels import relay as w
 from totalreduce.kernels.arrays import Array, address_of, copy_at
+from totalreduce.kernels.relay import CONNECTION, HEAD, LANE, OPERATION, ROW
 from totalreduce.transports.connection import Connection, UnsentLimit
 from totalreduce.transports.relay import RelayPort
 
@@ -36,7 +38,7 @@ _WINDOW_BYTES: Final = 256 * 1024
 _KEPT_MAX: Final = 4
 _KEPT_BYTES_MAX: Final = 32 * 1024 * 1024
 #: The words that all lanes of an operation have alike, and that change from iteration to iteration.
-_SAME: Final = [w.OPERATION, w.KEY, w.SENT_PRIORITY]
+_SAME: Final = [LANE.operation, LANE.key, LANE.sent_priority]
 #: The length of the kernel's ``struct epoll_event``, and where its data is. On x86-64 it is packed.
 _EVENT_BYTES, _EVENT_DATA = (12, 4) if platform.machine() == "x86_64" else (16, 8)
 
@@ -113,10 +115,10 @@ class RelayedOperation(Carriage):
         self.sums: Array | None = None
         self._slots: Array | None = None
         self._words, self._failed = words, failed
-        self._at = w.OPERATIONS_AT + number * w.OPERATION_WORDS
+        self._at = w.OPERATIONS_AT + number * OPERATION.num_words
         buffers = [0 if view is None or not len(view) else address_of(view) for view in task.buffers]
         self._buffers = array("q", buffers)
-        words[self._at + w.BUFFERS] = self._buffers.buffer_info()[0]
+        words[self._at + OPERATION.buffers] = self._buffers.buffer_info()[0]
 
     @property
     def held_back(self) -> Sequence[int]:
@@ -126,7 +128,7 @@ class RelayedOperation(Carriage):
     @property
     def has_ended(self) -> bool:
         """Whether all its messages have come and left."""
-        return bool(self._words[self._at + w.LANES_LEFT] == 0)
+        return bool(self._words[self._at + OPERATION.lanes_left] == 0)
 
     def keep_sums_in(self, memory: Array) -> None:
         """Keep the unfinished sums in slots of this memory, and those there that were handed over."""
@@ -138,33 +140,33 @@ class RelayedOperation(Carriage):
         for slot, (number, view) in enumerate(sums):
             slots[0, number] = slot
             memory[slot * length : slot * length + len(view)] = np.frombuffer(view, np.uint8)
-        words[at + w.SUMS], words[at + w.SUM_BYTES] = address_of(memory.data), length
-        words[at + w.SLOTS], words[at + w.FREE_SLOTS] = (address_of(row.data) for row in slots)
-        words[at + w.NUM_FREE] = words[at + w.FEWEST_FREE] = count - len(sums)
+        words[at + OPERATION.sums], words[at + OPERATION.sum_bytes] = address_of(memory.data), length
+        words[at + OPERATION.slots], words[at + OPERATION.free_slots] = (address_of(row.data) for row in slots)
+        words[at + OPERATION.num_free] = words[at + OPERATION.fewest_free] = count - len(sums)
 
     @property
     def touched_bytes(self) -> int:
         """How long the part of the slots is that has been used."""
         plan = self.task.plan
-        return (len(plan.sums) - int(self._words[self._at + w.FEWEST_FREE])) * plan.sum_bytes
+        return (len(plan.sums) - int(self._words[self._at + OPERATION.fewest_free])) * plan.sum_bytes
 
     def promote(self) -> None:
         """Send its messages before those of operations that are not promoted."""
         if not self.is_removed:
-            self._words[self._at + w.IS_PROMOTED] = 1
+            self._words[self._at + OPERATION.is_promoted] = 1
 
     def posted(self, peer: int) -> None:
         """Let messages leave to a peer that has submitted the operation."""
         number, plan = self._held_back.pop(peer, None), self.task.plan
         if number is not None and not self.is_removed:
-            indices = plan.lanes[:, w.LEAVES_BY : w.LEAVES_BY + w.PEERS_MAX]
+            indices = plan.lanes[:, LANE.leaves_by : LANE.leaves_by + w.PEERS_MAX]
             for lane, index in np.argwhere(indices == plan.peers.index(peer)).tolist():
-                self._words[w.LANES_AT + self.lanes[lane] * w.LANE_WORDS + w.LEAVES_BY + index] = number
+                self._words[w.LANES_AT + self.lanes[lane] * LANE.num_words + LANE.leaves_by + index] = number
 
     def fail(self) -> None:
         """Receive and send no further message of it. One that is half-way out is sent to its end."""
         if not self.is_removed:
-            self._words[self._at + w.HAS_FAILED] = 1
+            self._words[self._at + OPERATION.has_failed] = 1
             self._failed.append(self)
 
     def accepts(self, peer: int, lane: int, step: int) -> bool:
@@ -175,23 +177,23 @@ class RelayedOperation(Carriage):
         """Note that the engine has received a message that was expected."""
         words, number = self._words, self._expecting(peer, lane, step)
         assert number is not None
-        rows, at = self.task.plan.rows[number], w.LANES_AT + self.lanes[number] * w.LANE_WORDS
-        words[at + w.RECEIVES] = w.next_row(rows, words[at + w.LENGTH], words[at + w.RECEIVES] + 1, False)
-        if words[at + w.RECEIVES] == words[at + w.SENDS] == words[at + w.LENGTH]:
-            words[self._at + w.LANES_LEFT] -= 1
+        rows, at = self.task.plan.rows[number], w.LANES_AT + self.lanes[number] * LANE.num_words
+        words[at + LANE.receives] = w.next_row(rows, words[at + LANE.length], words[at + LANE.receives] + 1, False)
+        if words[at + LANE.receives] == words[at + LANE.sends] == words[at + LANE.length]:
+            words[self._at + OPERATION.lanes_left] -= 1
 
     def _expecting(self, peer: int, lane: int, step: int) -> int | None:
         """Return the number of the lane here whose next message this is; ``lane``: that of the operation."""
         plan = self.task.plan
         numbers = range(len(self.lanes)) if plan.is_of_blocks else range(lane, min(lane + 1, len(self.lanes)))
         for number in numbers:
-            at, rows = w.LANES_AT + self.lanes[number] * w.LANE_WORDS, plan.rows[number]
-            index = self._words[at + w.RECEIVES]
-            if index == self._words[at + w.LENGTH] or (plan.is_of_blocks and index != lane):
+            at, rows = w.LANES_AT + self.lanes[number] * LANE.num_words, plan.rows[number]
+            index = self._words[at + LANE.receives]
+            if index == self._words[at + LANE.length] or (plan.is_of_blocks and index != lane):
                 continue
-            row = rows[index * w.ROW_WORDS : (index + 1) * w.ROW_WORDS]
-            source = plan.peers[plan.lanes[number, w.COMES_BY + row[w.ROW_PEER]]]
-            if (source, row[w.STEP]) == (peer, step) and (plan.is_of_blocks or not row[w.LENGTH_BYTES]):
+            row = rows[index * ROW.num_words : (index + 1) * ROW.num_words]
+            source = plan.peers[plan.lanes[number, LANE.comes_by + row[ROW.peer]]]
+            if (source, row[ROW.step]) == (peer, step) and (plan.is_of_blocks or not row[ROW.length_bytes]):
                 return number
         return None
 
@@ -199,13 +201,13 @@ class RelayedOperation(Carriage):
         """Return for each lane the index of the next row that receives, and of the next one that sends."""
         words = self._words
         if self.is_removed:
-            return [(len(rows) // w.ROW_WORDS,) * 2 for rows in self.task.plan.rows]
-        ats = [w.LANES_AT + lane * w.LANE_WORDS for lane in self.lanes]
-        return [(words[at + w.RECEIVES], words[at + w.SENDS]) for at in ats]
+            return [(len(rows) // ROW.num_words,) * 2 for rows in self.task.plan.rows]
+        ats = [w.LANES_AT + lane * LANE.num_words for lane in self.lanes]
+        return [(words[at + LANE.receives], words[at + LANE.sends]) for at in ats]
 
     def num_received(self) -> int:
         """Return how many messages have come, those before the hand-over included."""
-        return sum(_count_receives(rows[: receives * w.ROW_WORDS]) for rows, (receives, _) in self._lanes())
+        return sum(_count_receives(rows[: receives * ROW.num_words]) for rows, (receives, _) in self._lanes())
 
     def progress(self) -> str:
         """Return the progress in words."""
@@ -215,10 +217,10 @@ class RelayedOperation(Carriage):
         """Return whether a message to or from a peer is missing."""
         plan = self.task.plan
         index = plan.peers.index(peer) if peer in plan.peers else -1
-        indices = plan.lanes[:, w.LEAVES_BY : w.LEAVES_BY + w.PEERS_MAX].tolist()
+        indices = plan.lanes[:, LANE.leaves_by : LANE.leaves_by + w.PEERS_MAX].tolist()
         for (rows, (receives, sends)), numbers in zip(self._lanes(), indices, strict=True):
-            for row in range(len(rows) // w.ROW_WORDS):
-                action, _, row_peer = rows[row * w.ROW_WORDS : row * w.ROW_WORDS + 3]
+            for row in range(len(rows) // ROW.num_words):
+                action, _, row_peer = rows[row * ROW.num_words : row * ROW.num_words + 3]
                 is_missing = row >= (sends if action == w.SEND else receives)
                 if is_missing and action != w.NOTHING and numbers[row_peer] == index:
                     return True
@@ -246,23 +248,25 @@ class _Line:
         self.leaving: memoryview | None = None
         self._window = np.empty(_WINDOW_BYTES, np.uint8)
         self._words = words
-        self._at = at = w.CONNECTIONS_AT + number * w.CONNECTION_WORDS
-        for word in range(w.CONNECTION_WORDS):
+        self._at = at = w.CONNECTIONS_AT + number * CONNECTION.num_words
+        for word in range(CONNECTION.num_words):
             words[at + word] = 0
-        words[at + w.FD] = connection.sock.fileno()
-        words[at + w.IN_LANE] = words[at + w.OUT_LANE] = w.NO_LANE
-        words[at + w.WINDOW], words[at + w.WINDOW_BYTES] = address_of(self._window.data), _WINDOW_BYTES
-        words[at + w.UNSENT_LIMIT], words[at + w.LONG_BYTES] = limit.num_bytes, limit.long_bytes
+        words[at + CONNECTION.fd] = connection.sock.fileno()
+        words[at + CONNECTION.in_lane] = words[at + CONNECTION.out_lane] = w.NO_LANE
+        words[at + CONNECTION.window] = address_of(self._window.data)
+        words[at + CONNECTION.window_bytes] = _WINDOW_BYTES
+        words[at + CONNECTION.unsent_limit], words[at + CONNECTION.long_bytes] = limit.num_bytes, limit.long_bytes
 
     @property
     def is_half_way_in(self) -> bool:
         """Whether the function has read a part of a message."""
-        return bool(self._words[self._at + w.IN_GOT]) or self._words[self._at + w.IN_LANE] != w.NO_LANE
+        words, at = self._words, self._at
+        return bool(words[at + CONNECTION.in_got]) or words[at + CONNECTION.in_lane] != w.NO_LANE
 
     @property
     def is_half_way_out(self) -> bool:
         """Whether the function has sent a part of a message."""
-        return bool(self._words[self._at + w.OUT_LANE] != w.NO_LANE)
+        return bool(self._words[self._at + CONNECTION.out_lane] != w.NO_LANE)
 
     @property
     def is_read(self) -> bool:
@@ -278,97 +282,101 @@ class _Line:
     def needs_attention(self) -> bool:
         """Whether a message of a failed operation is half-way, or the connection's half must read a header."""
         words, at = self._words, self._at
-        is_discarding = words[at + w.IN_LANE] == w.DISCARDED
-        return self.leaving is not None or is_discarding or bool(words[at + w.IN_REFUSED]) or self._has_stray_header
+        if self.leaving is not None or words[at + CONNECTION.in_lane] == w.DISCARDED:
+            return True
+        return bool(words[at + CONNECTION.in_refused]) or self._has_stray_header
 
     @property
     def _has_stray_header(self) -> bool:
         """Whether the function has a part of a header, and no operation receives by the connection any more."""
         words, at = self._words, self._at
-        return not self.readers and bool(words[at + w.IN_GOT]) and words[at + w.IN_LANE] == w.NO_LANE
+        return not self.readers and bool(words[at + CONNECTION.in_got]) and words[at + CONNECTION.in_lane] == w.NO_LANE
 
     @property
     def is_rivals_turn(self) -> bool:
         """Whether it is the turn of a message of the connection's half."""
-        return bool(self._words[self._at + w.RIVALS_TURN_HERE])
+        return bool(self._words[self._at + CONNECTION.rivals_turn_here])
 
     def end_rivals_turn(self) -> None:
         """Note that the connection's half takes its turn."""
-        self._words[self._at + w.RIVALS_TURN_HERE] = 0
+        self._words[self._at + CONNECTION.rivals_turn_here] = 0
 
     def note_rival(self, order: Order | None) -> None:
         """Note the most urgent message that the connection's half would send, or that there is none."""
         words, at = self._words, self._at
-        words[at + w.RIVAL] = order is not None
+        words[at + CONNECTION.rival] = order is not None
         if order is not None:
-            words[at + w.RIVAL_IS_PROMOTED] = order.is_promoted
-            words[at + w.RIVAL_PRIORITY], words[at + w.RIVAL_SEQUENCE] = order.priority, order.sequence
+            words[at + CONNECTION.rival_is_promoted] = order.is_promoted
+            words[at + CONNECTION.rival_priority] = order.priority
+            words[at + CONNECTION.rival_sequence] = order.sequence
 
     @property
     def has_rival(self) -> bool:
         """Whether the connection's half has a message that would leave, as it was noted last."""
-        return bool(self._words[self._at + w.RIVAL])
+        return bool(self._words[self._at + CONNECTION.rival])
 
     def lend(self) -> None:
         """Let the function use the connection, as far as its halves have no message half-way."""
         words, at = self._words, self._at
         incoming, outgoing = self.connection.incoming, self.connection.outgoing
-        words[at + w.READABLE], words[at + w.WRITABLE] = incoming.readable, outgoing.writable
-        words[at + w.IS_ENDING], words[at + w.LOW_WATER] = incoming.is_ending, incoming.wake_bytes
-        words[at + w.MAY_READ] = incoming.is_between_messages and self.is_read and not words[at + w.IN_REFUSED]
+        words[at + CONNECTION.readable], words[at + CONNECTION.writable] = incoming.readable, outgoing.writable
+        words[at + CONNECTION.is_ending], words[at + CONNECTION.low_water] = incoming.is_ending, incoming.wake_bytes
+        is_refused = words[at + CONNECTION.in_refused]
+        words[at + CONNECTION.may_read] = incoming.is_between_messages and self.is_read and not is_refused
         is_used = self.writers > 0 or self.is_half_way_out  # otherwise the half must learn that the socket takes bytes
-        words[at + w.MAY_WRITE] = is_used and not outgoing.has_messages
+        words[at + CONNECTION.may_write] = is_used and not outgoing.has_messages
 
     def take_back(self) -> None:
         """Tell the halves what the function knows of the socket."""
         words, at = self._words, self._at
         incoming, outgoing = self.connection.incoming, self.connection.outgoing
-        incoming.readable, outgoing.writable = bool(words[at + w.READABLE]), bool(words[at + w.WRITABLE])
-        incoming.wake_bytes = words[at + w.LOW_WATER]
+        incoming.readable, incoming.wake_bytes = bool(words[at + CONNECTION.readable]), words[at + CONNECTION.low_water]
+        outgoing.writable = bool(words[at + CONNECTION.writable])
         outgoing.is_lent = self.is_half_way_out
-        if words[at + w.IS_ENDING] and not incoming.is_ending:
+        if words[at + CONNECTION.is_ending] and not incoming.is_ending:
             incoming.read_to_the_end()
 
     def pop_traffic(self) -> RelayedTraffic | None:
         """Return what was exchanged since the last call, and count from 0 again."""
         words, at = self._words, self._at
-        if not any(words[at + w.BYTES_IN : at + w.EAGER_BYTES_IN + 1]):
+        if not any(words[at + CONNECTION.bytes_in : at + CONNECTION.eager_bytes_in + 1]):
             return None
-        traffic = RelayedTraffic(*words[at + w.BYTES_IN : at + w.EAGER_BYTES_IN + 1])
-        for word in range(w.BYTES_IN, w.EAGER_BYTES_IN + 1):
+        traffic = RelayedTraffic(*words[at + CONNECTION.bytes_in : at + CONNECTION.eager_bytes_in + 1])
+        for word in range(CONNECTION.bytes_in, CONNECTION.eager_bytes_in + 1):
             words[at + word] = 0
         return traffic
 
     def pop_header(self) -> memoryview | None:
         """Return the bytes of a header that the connection's half must read, if there are some."""
         words, at = self._words, self._at
-        if not words[at + w.IN_REFUSED] and not self._has_stray_header:
+        if not words[at + CONNECTION.in_refused] and not self._has_stray_header:
             return None
-        words[at + w.BYTES_IN] -= words[at + w.IN_GOT]  # whoever reads the header counts it
-        header = words[at + w.IN_HEADER : at + w.IN_HEADER + 8].cast("B")[: words[at + w.IN_GOT]]
-        words[at + w.IN_REFUSED] = words[at + w.IN_GOT] = 0
+        words[at + CONNECTION.bytes_in] -= words[at + CONNECTION.in_got]  # whoever reads the header counts it
+        begin = at + CONNECTION.in_header
+        header = words[begin : begin + HEADER_BYTES // 8].cast("B")[: words[at + CONNECTION.in_got]]
+        words[at + CONNECTION.in_refused] = words[at + CONNECTION.in_got] = 0
         return header
 
     def leave(self, operation: RelayedOperation) -> None:
         """Have what is half-way of an operation that has failed read and forgotten, and sent to its end."""
         words, at = self._words, self._at
-        if words[at + w.IN_LANE] in operation.lanes:
-            words[at + w.IN_LANE] = w.DISCARDED
-        if words[at + w.OUT_LANE] in operation.lanes:
-            words[at + w.OUT_LANE] = w.DETACHED
+        if words[at + CONNECTION.in_lane] in operation.lanes:
+            words[at + CONNECTION.in_lane] = w.DISCARDED
+        if words[at + CONNECTION.out_lane] in operation.lanes:
+            words[at + CONNECTION.out_lane] = w.DETACHED
             # The program may change its tensor from now on, and the receiver must not get the changed bytes.
-            self.leaving = copy_at(words[at + w.OUT_AT], words[at + w.OUT_LEFT])
+            self.leaving = copy_at(words[at + CONNECTION.out_at], words[at + CONNECTION.out_left])
             if self.leaving:
-                words[at + w.OUT_AT] = address_of(self.leaving)
+                words[at + CONNECTION.out_at] = address_of(self.leaving)
 
     @property
     def has_ended(self) -> bool:
         """Whether the function has come to the end of the stream."""
-        return bool(self._words[self._at + w.FAILURE])
+        return bool(self._words[self._at + CONNECTION.failure])
 
     def close(self) -> None:
         """Let the function use the connection no more."""
-        self._words[self._at + w.FD] = -1
+        self._words[self._at + CONNECTION.fd] = -1
 
 
 @final
@@ -384,12 +392,12 @@ class Relay:
         #: A memoryview reads and writes a word in a third of the time that an array takes.
         self._words = words = block.data
         #: The words of all lanes, a row for each.
-        self._lanes = block[w.LANES_AT : w.OPERATIONS_AT].reshape(w.LANES_MAX, w.LANE_WORDS)
-        self._lanes[:, w.OPERATION] = -1
-        words[w.SELF], words[w.EPOLL] = address_of(words), port.epoll_fd
-        words[w.EVENTS], words[w.EVENT_BYTES] = address_of(self._event_memory.data), _EVENT_BYTES
-        words[w.EVENT_DATA], words[w.PROLOGUE] = _EVENT_DATA, int.from_bytes(settings.prologue, "little")
-        words[w.IS_FIFO], words[w.STARVATION_LIMIT] = settings.is_fifo, settings.starvation_limit
+        self._lanes = block[w.LANES_AT : w.OPERATIONS_AT].reshape(w.LANES_MAX, LANE.num_words)
+        self._lanes[:, LANE.operation] = -1
+        words[HEAD.address], words[HEAD.epoll] = address_of(words), port.epoll_fd
+        words[HEAD.events], words[HEAD.event_bytes] = address_of(self._event_memory.data), _EVENT_BYTES
+        words[HEAD.event_data], words[HEAD.prologue] = _EVENT_DATA, int.from_bytes(settings.prologue, "little")
+        words[HEAD.is_fifo], words[HEAD.starvation_limit] = settings.is_fifo, settings.starvation_limit
         self._lines: dict[Connection, _Line] = {}
         #: Connections after whose next message nothing is read, because an operation could be taken then.
         self._wanted: set[Connection] = set()
@@ -462,7 +470,7 @@ class Relay:
                 self._forget(next(line for line in self._lines.values() if line.is_idle))
             number = heapq.heappop(self._free_lines)
             line = self._lines[connection] = _Line(connection, limit, number, self._words)
-            self._words[w.NUM_CONNECTIONS] = max(self._words[w.NUM_CONNECTIONS], number + 1)
+            self._words[HEAD.num_connections] = max(self._words[HEAD.num_connections], number + 1)
         return line
 
     def _forget(self, line: _Line) -> None:
@@ -532,19 +540,20 @@ class Relay:
         plan, words = task.plan, self._words
         number = heapq.heappop(self._free_operations)
         lanes, self._free_lanes = self._free_lanes[: len(plan.rows)], self._free_lanes[len(plan.rows) :]
-        at = w.OPERATIONS_AT + number * w.OPERATION_WORDS
-        words[at + w.IS_PROMOTED], words[at + w.HAS_FAILED] = task.order.is_promoted, 0
-        words[at + w.PRIORITY], words[at + w.SEQUENCE] = task.order.priority, task.order.sequence
-        words[at + w.KIND], words[at + w.ITEMSIZE] = plan.kind, plan.itemsize
-        words[at + w.REDUCTION], words[at + w.DIVISOR], words[at + w.AHEAD] = plan.reduction, plan.divisor, plan.ahead
+        at = w.OPERATIONS_AT + number * OPERATION.num_words
+        words[at + OPERATION.is_promoted], words[at + OPERATION.has_failed] = task.order.is_promoted, 0
+        words[at + OPERATION.priority], words[at + OPERATION.sequence] = task.order.priority, task.order.sequence
+        words[at + OPERATION.kind], words[at + OPERATION.itemsize] = plan.kind, plan.itemsize
+        words[at + OPERATION.reduction], words[at + OPERATION.divisor] = plan.reduction, plan.divisor
+        words[at + OPERATION.ahead] = plan.ahead
         routes = {line for line in comes_by if line is not None}, {line for line in leaves_by if line is not None}
         operation = self._operations[number] = RelayedOperation(words, self._failed, task, number, lanes, routes)
         if plan.sums:
             num_bytes = len(plan.sums) * plan.sum_bytes
             memory = self._sums.pop(num_bytes, None)
             operation.keep_sums_in(np.empty(num_bytes, np.uint8) if memory is None else memory)
-        words[at + w.LANES_LEFT] = self._write_lanes(operation, comes_by, leaves_by)
-        words[w.NUM_LANES] = max(words[w.NUM_LANES], lanes[-1] + 1)
+        words[at + OPERATION.lanes_left] = self._write_lanes(operation, comes_by, leaves_by)
+        words[HEAD.num_lanes] = max(words[HEAD.num_lanes], lanes[-1] + 1)
         return operation
 
     def _write_lanes(
@@ -558,15 +567,15 @@ class Relay:
         plan, (key, iteration) = task.plan, task.key
         lanes = plan.lanes.copy()
         lanes[:, _SAME] = operation.number, _word(key), task.order.priority & 0xFFFFFFFF
-        lanes[:, w.ITERATION] += iteration
+        lanes[:, LANE.iteration] += iteration
         may_leave = [None if peer in task.held_back else line for peer, line in zip(plan.peers, leaves_by, strict=True)]
-        for begin, lines in ((w.COMES_BY, comes_by), (w.LEAVES_BY, may_leave)):
+        for begin, lines in ((LANE.comes_by, comes_by), (LANE.leaves_by, may_leave)):
             numbers = np.array([-1 if line is None else line.number for line in (*lines, None)])
             lanes[:, begin : begin + w.PEERS_MAX] = numbers[lanes[:, begin : begin + w.PEERS_MAX]]
-        positions = lanes[:, w.RECEIVES : w.SENDS + 1]
+        positions = lanes[:, LANE.receives : LANE.sends + 1]
         positions[:] = task.positions
         self._lanes[operation.lanes] = lanes
-        return int(np.count_nonzero(positions.min(axis=1) < lanes[:, w.LENGTH]))
+        return int(np.count_nonzero(positions.min(axis=1) < lanes[:, LANE.length]))
 
     def _remove(self, operation: RelayedOperation) -> None:
         """Take out an operation that has ended."""
@@ -586,12 +595,12 @@ class Relay:
                 del self._sums[next(iter(self._sums))]
         heapq.heappush(self._free_operations, operation.number)
         for lane in operation.lanes:
-            words[w.LANES_AT + lane * w.LANE_WORDS + w.OPERATION] = -1
+            words[w.LANES_AT + lane * LANE.num_words + LANE.operation] = -1
         if self._free_lanes and operation.lanes[-1] > self._free_lanes[0]:
             self._free_lanes = sorted(self._free_lanes + operation.lanes)
         else:  # mostly, and without a comparison of all
             self._free_lanes[:0] = operation.lanes
-        words[w.NUM_LANES] = 1 + max((other.lanes[-1] for other in self._operations.values()), default=-1)
+        words[HEAD.num_lanes] = 1 + max((other.lanes[-1] for other in self._operations.values()), default=-1)
 
     def _sweep(self) -> None:
         """Take out the operations that have failed, and the connections that were closed."""
@@ -624,20 +633,20 @@ class Relay:
                 line.end_rivals_turn()  # it has taken its turn, or is asked again
                 line.note_rival(self._user.order_of_bulk(line.connection.peer))
         try:
-            self._loaded.function(words[w.SELF], int(timeout_s * 1e9))
+            self._loaded.function(words[HEAD.address], int(timeout_s * 1e9))
         except BaseException:  # Ctrl-C: the group fails, and nothing may follow a message that is half-way out
             for line in lines:
                 if line.is_half_way_out:
                     line.connection.shutdown()
             raise
         finally:
-            for index in range(words[w.NUM_EVENTS_LEFT]):
-                at = w.EVENTS_LEFT + 2 * index
+            for index in range(words[HEAD.num_events_left]):
+                at = HEAD.events_left + 2 * index
                 self._port.events.append((words[at], words[at + 1] & 0xFFFFFFFF))
             for line in lines:
                 line.take_back()
             self._needs_attention = any(line.needs_attention for line in lines)
-        return bool(words[w.STATUS] & ~w.RIVALS_TURN)
+        return bool(words[HEAD.status] & ~w.RIVALS_TURN)
 
     def settle(self, now: float) -> list[Connection]:
         """Report what the function has done: bytes, the ends of operations and connections.
@@ -684,4 +693,4 @@ def _word(number: int) -> int:
 
 def _count_receives(rows: array[int]) -> int:
     """Return the number of rows that receive."""
-    return sum(action not in (w.SEND, w.NOTHING) for action in rows[:: w.ROW_WORDS])
+    return sum(action not in (w.SEND, w.NOTHING) for action in rows[:: ROW.num_words])

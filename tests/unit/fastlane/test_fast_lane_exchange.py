@@ -10,6 +10,7 @@ from process_reads import skip_without_process_reads
 
 from totalreduce.fastlane.board import BoardLayout
 from totalreduce.kernels import element_types, exchange
+from totalreduce.kernels.exchange import ENTRY, HEAD, PEER
 
 BOARD = BoardLayout(64)
 ARENA = BOARD.end
@@ -49,33 +50,33 @@ class Host:
         part = -(-(-(-tensor.size // lanes) // 1) // ranks)
         lane_rounds = max(1, -(-part // piece))
         BOARD.fill(block, ranks, part * itemsize if lane_rounds * lanes == 1 else None)
-        block[exchange.RANKS], block[exchange.ME] = ranks, rank
-        block[exchange.ADDS] = block[exchange.GATHERS] = block[exchange.IS_CUT] = 1
-        block[exchange.KIND] = element_types.FLOAT32 if itemsize == 4 else element_types.FLOAT64
-        block[exchange.ITEMSIZE] = itemsize
-        block[exchange.REDUCTION], block[exchange.DIVISOR] = element_types.SUM, divisor
-        block[exchange.COUNT], block[exchange.LANES], block[exchange.IS_WHOLE] = tensor.size, lanes, whole
-        block[exchange.PIECE] = piece
-        block[exchange.LANE_ROUNDS], block[exchange.ROUNDS] = lane_rounds, lane_rounds * lanes
-        block[exchange.TENSOR] = tensor.ctypes.data
+        block[HEAD.ranks], block[HEAD.me] = ranks, rank
+        block[HEAD.adds] = block[HEAD.gathers] = block[HEAD.is_cut] = 1
+        block[HEAD.kind] = element_types.FLOAT32 if itemsize == 4 else element_types.FLOAT64
+        block[HEAD.itemsize] = itemsize
+        block[HEAD.reduction], block[HEAD.divisor] = element_types.SUM, divisor
+        block[HEAD.count], block[HEAD.lanes], block[HEAD.is_whole] = tensor.size, lanes, whole
+        block[HEAD.piece] = piece
+        block[HEAD.lane_rounds], block[HEAD.rounds] = lane_rounds, lane_rounds * lanes
+        block[HEAD.tensor] = tensor.ctypes.data
         self.sums = np.zeros(exchange.COUNTED, tensor.dtype)
-        block[exchange.SUMS] = self.sums.ctypes.data
-        block[exchange.KEY], block[exchange.ITERATION], block[exchange.SIGNATURE] = KEY, ITERATION, signature
-        block[exchange.HOME], block[exchange.TURNS] = 5, 64
+        block[HEAD.sums] = self.sums.ctypes.data
+        block[HEAD.key], block[HEAD.iteration], block[HEAD.signature] = KEY, ITERATION, signature
+        block[HEAD.home], block[HEAD.turns] = 5, 64
         memory = self.memories[rank].ctypes.data
-        block[exchange.ENTRY] = memory + BOARD.entry(5 + entry)
-        block[exchange.SOURCE] = ARENA if shared else -tensor.ctypes.data if read else 0
-        block[exchange.STAGE] = 0 if shared or read else BOARD.stage(stage)
+        block[HEAD.entry] = memory + BOARD.entry(5 + entry)
+        block[HEAD.source] = ARENA if shared else -tensor.ctypes.data if read else 0
+        block[HEAD.stage] = 0 if shared or read else BOARD.stage(stage)
         self.fetched = np.zeros(ranks * BOARD.piece_bytes(ranks), np.uint8)
-        block[exchange.FETCHED] = self.fetched.ctypes.data
+        block[HEAD.fetched] = self.fetched.ctypes.data
         for part, ranks_in_order in enumerate(order):
             at = exchange.ORDER + part * ranks
             block[at : at + ranks] = ranks_in_order
         for peer, other in enumerate(self.memories):
-            at = exchange.ORDER + ranks * ranks + peer * exchange.PEER_WORDS
-            block[at + exchange.MEMORY], block[at + exchange.LENGTH] = other.ctypes.data, len(other)
-            block[at + exchange.SLEEP] = other.ctypes.data
-            block[at + exchange.PROCESS] = os.getpid()
+            at = exchange.ORDER + ranks * ranks + peer * PEER.num_words
+            block[at + PEER.memory], block[at + PEER.length] = other.ctypes.data, len(other)
+            block[at + PEER.sleep] = other.ctypes.data
+            block[at + PEER.process] = os.getpid()
         return block, (self.sums, self.fetched)
 
     def shared_tensor(self, rank, count, dtype):
@@ -87,7 +88,7 @@ def run(blocks):
     code, statuses = exchange.load(), [None] * len(blocks)
 
     def body(rank):
-        blocks[rank][exchange.SELF], blocks[rank][exchange.YIELD_NS] = blocks[rank].ctypes.data, 100_000
+        blocks[rank][HEAD.address], blocks[rank][HEAD.yield_ns] = blocks[rank].ctypes.data, 100_000
         while (status := code.function(exchange.ADVANCE, blocks[rank].ctypes.data, 0, 0)) == exchange.PENDING:
             pass
         statuses[rank] = status
@@ -157,7 +158,7 @@ def test_the_sum_is_that_of_the_order(ranks, where, dtype):
         blocks.append(block)
         keep.append(sums)
     run(blocks)
-    assert where != "round" or all(block[exchange.ROUNDS] == 1 for block in blocks)
+    assert where != "round" or all(block[HEAD.rounds] == 1 for block in blocks)
     right = expected([values for _, values in tensors], lanes, ranks)
     for tensor, _ in tensors:
         assert np.array_equal(tensor, right)
@@ -167,17 +168,17 @@ def test_an_entry_names_its_operation_in_one_word():
     """A rank that reads two words may find one of each of two operations that have the entry one after the other."""
     host, tensor, code = Host(2, 0), np.zeros(4, np.float32), exchange.load()
     block, _sums = host.block(0, tensor, chains(2), whole=True)
-    block[exchange.SELF] = block.ctypes.data
+    block[HEAD.address] = block.ctypes.data
     entry = host.memories[0][BOARD.entry(5) :][: exchange.ENTRY_BYTES].view(np.int64)
     seen = []
     for key, iteration in [(KEY, 7), (KEY + 1, 7), (KEY, 8), (KEY + 1, 8), (-KEY, 1 << 40)]:
-        block[exchange.KEY] = key
-        code.function(exchange.RESTART, block.ctypes.data, iteration, block[exchange.ENTRY])
+        block[HEAD.key] = key
+        code.function(exchange.RESTART, block.ctypes.data, iteration, block[HEAD.entry])
         seen.append(entry.copy())
     for one, other in itertools.combinations(seen, 2):
-        assert np.flatnonzero(one != other).tolist() == [exchange.E_OPERATION // 8]
+        assert np.flatnonzero(one != other).tolist() == [ENTRY.operation // 8]
     code.function(exchange.WITHDRAW, block.ctypes.data, 0, 0)
-    assert entry[exchange.E_OPERATION // 8] == 0
+    assert entry[ENTRY.operation // 8] == 0
 
 
 def test_what_cannot_be_read_is_no_progress_and_no_result():
@@ -187,14 +188,14 @@ def test_what_cannot_be_read_is_no_progress_and_no_result():
     tensors = [np.full(count, rank + 1, np.float32) for rank in range(2)]
     made = [host.block(rank, tensor, chains(2), read=True) for rank, tensor in enumerate(tensors)]
     for block, _ in made:
-        block[exchange.SELF], block[exchange.TURNS] = block.ctypes.data, 64
+        block[HEAD.address], block[HEAD.turns] = block.ctypes.data, 64
     first, second = made[0][0], made[1][0]
-    first[exchange.SOURCE] = -4096  # never mapped
+    first[HEAD.source] = -4096  # never mapped
     assert code.function(exchange.ADVANCE, first.ctypes.data, 0, 0) == exchange.PENDING
     for _ in range(3):
         assert code.function(exchange.ADVANCE, second.ctypes.data, 0, 0) == exchange.PENDING
-    assert second[exchange.FOUND] == 1
-    assert second[exchange.REDUCED] == second[exchange.COPIED] == 0
+    assert second[HEAD.found] == 1
+    assert second[HEAD.reduced] == second[HEAD.copied] == 0
     assert not code.function(exchange.HAS_CHANGED, second.ctypes.data, 0, 0)
     assert np.array_equal(tensors[1], np.full(count, 2, np.float32))
 
@@ -203,12 +204,12 @@ def test_a_rank_that_reads_no_process_refuses_a_peer_that_says_it_can():
     host, code = Host(2, 0), exchange.load()
     made = [host.block(rank, np.ones(300_000, np.float32), chains(2), read=True) for rank in range(2)]
     for block, _ in made:
-        block[exchange.SELF] = block.ctypes.data
+        block[HEAD.address] = block.ctypes.data
     second, at = made[1][0], exchange.ORDER + 4
-    second[at + exchange.PROCESS] = 0
+    second[at + PEER.process] = 0
     code.function(exchange.ADVANCE, made[0][0].ctypes.data, 0, 0)
     assert code.function(exchange.ADVANCE, second.ctypes.data, 0, 0) == exchange.VIOLATION
-    assert second[exchange.CULPRIT] == 0
+    assert second[HEAD.culprit] == 0
 
 
 @pytest.mark.parametrize("where", ["shared", "read"])
@@ -227,23 +228,23 @@ def test_a_result_of_a_rank_that_has_failed_is_not_taken(where):
         made.append(host.block(rank, tensor, chains(2), shared=where == "shared", read=where == "read"))
     (first, _), (second, _) = made
     for block in (first, second):
-        block[exchange.SELF] = block.ctypes.data
+        block[HEAD.address] = block.ctypes.data
 
     def advance(block, turns):
-        block[exchange.TURNS] = turns
+        block[HEAD.turns] = turns
         return code.function(exchange.ADVANCE, block.ctypes.data, 0, 0)
 
     advance(first, 0)
     advance(second, 1)  # reduces and copies one piece
-    while first[exchange.REDUCED] < first[exchange.ROUNDS]:
+    while first[HEAD.reduced] < first[HEAD.rounds]:
         advance(first, 1)
-    copied = second[exchange.COPIED]
+    copied = second[HEAD.copied]
     assert code.function(exchange.HAS_ENDED, second.ctypes.data, 0, 0) == 0
-    code.function(exchange.MARK_FAILED, first.ctypes.data, ITERATION, int(first[exchange.ENTRY]))
+    code.function(exchange.MARK_FAILED, first.ctypes.data, ITERATION, int(first[HEAD.entry]))
     tensors[0][:] = 1000.0
     for _ in range(10):
         assert advance(second, 64) == exchange.PENDING
-    assert second[exchange.COPIED] == copied < second[exchange.ROUNDS]
+    assert second[HEAD.copied] == copied < second[HEAD.rounds]
     assert code.function(exchange.HAS_ENDED, second.ctypes.data, 0, 0) == 0  # so its departure is a loss
 
 
@@ -263,22 +264,22 @@ def test_what_a_rank_stages_after_it_has_failed_is_not_taken(where, is_announced
         for rank, tensor in enumerate(tensors)
     ]
     first, *others = [block for block, _ in made]
-    assert first[exchange.ROUNDS] == 1 or where == "pieces"
+    assert first[HEAD.rounds] == 1 or where == "pieces"
 
     def advance(block, turns):
-        block[exchange.SELF], block[exchange.TURNS] = block.ctypes.data, turns
+        block[HEAD.address], block[HEAD.turns] = block.ctypes.data, turns
         return code.function(exchange.ADVANCE, block.ctypes.data, 0, 0)
 
     if is_announced:
         advance(first, 0)
     for turns in (0, 1):  # they announce the operation, and stage their first pieces
         assert {advance(block, turns) for block in others} <= {exchange.PENDING}
-    code.function(exchange.MARK_FAILED, first.ctypes.data, ITERATION, int(first[exchange.ENTRY]))
+    code.function(exchange.MARK_FAILED, first.ctypes.data, ITERATION, int(first[HEAD.entry]))
     tensors[0][:] = 1000.0
     for _ in range(3):
         advance(first, 64)
         assert [advance(block, 64) for block in others] == [exchange.PENDING] * len(others)
-    assert [int(block[exchange.COPIED]) for block in others] == [0] * len(others)
+    assert [int(block[HEAD.copied]) for block in others] == [0] * len(others)
     for block in others:
         assert not code.function(exchange.HAS_CHANGED, block.ctypes.data, 0, 0)  # so the thread may sleep
 
@@ -288,14 +289,14 @@ def test_a_rank_whose_process_is_still_read_is_needed():
     host, tensors = Host(2, 0), [np.full(count, rank + 1, np.float32) for rank in range(2)]
     (first, _), (second, _) = (host.block(rank, tensor, chains(2), read=True) for rank, tensor in enumerate(tensors))
     for block in (first, second):
-        block[exchange.SELF], block[exchange.TURNS] = block.ctypes.data, 64
+        block[HEAD.address], block[HEAD.turns] = block.ctypes.data, 64
         code.function(exchange.ADVANCE, block.ctypes.data, 0, 0)
-    second[exchange.TURNS] = 0
+    second[HEAD.turns] = 0
     entry = host.memories[0][BOARD.entry(5) :][: exchange.ENTRY_BYTES].view(np.int64)
-    entry[exchange.E_COPIED // 8] = second[exchange.ROUNDS]  # as if rank 0 had copied everything
-    assert second[exchange.COPIED] < second[exchange.ROUNDS]
+    entry[ENTRY.copied // 8] = second[HEAD.rounds]  # as if rank 0 had copied everything
+    assert second[HEAD.copied] < second[HEAD.rounds]
     assert code.function(exchange.HAS_ENDED, second.ctypes.data, 0, 0) == 0
-    second[exchange.COPIED] = second[exchange.ROUNDS]
+    second[HEAD.copied] = second[HEAD.rounds]
     assert code.function(exchange.HAS_ENDED, second.ctypes.data, 0, 0) == 1
 
 
@@ -304,30 +305,30 @@ def test_a_thread_that_comes_while_a_block_is_used_again_takes_nothing_of_the_op
     host, tensor, code = Host(2, 0), np.ones(4, np.float32), exchange.load()
     blocks = [host.block(rank, tensor, chains(2), whole=True)[0] for rank in range(2)]
     for block in blocks:
-        block[exchange.SELF] = block.ctypes.data
+        block[HEAD.address] = block.ctypes.data
     first, second = blocks
     code.function(exchange.ADVANCE, second.ctypes.data, 0, 0)
     assert code.function(exchange.ADVANCE, first.ctypes.data, 0, 0) == exchange.DONE
     code.function(exchange.ADVANCE, second.ctypes.data, 0, 0)
     assert code.function(exchange.HAS_ENDED, first.ctypes.data, 1, 0) == 1
-    first[exchange.ANNOUNCED] = first[exchange.FOUND] = 0  # as ``repeat`` does it
-    peer = exchange.ORDER + 4 + exchange.PEER_WORDS
+    first[HEAD.announced] = first[HEAD.found] = 0  # as ``repeat`` does it
+    peer = exchange.ORDER + 4 + PEER.num_words
     assert code.function(exchange.LOOK, first.ctypes.data, 0, 0) == exchange.PENDING
-    assert first[exchange.FOUND] == 0
+    assert first[HEAD.found] == 0
     assert code.function(exchange.HAS_ENDED, first.ctypes.data, 1, 0) == 0  # of the next one the peer is needed
     # The operation fails before it is announced: the mark is in its own entry, and not in that of the one before.
     entry, old = (host.memories[0][BOARD.entry(number) :][: exchange.ENTRY_BYTES].view(np.int64) for number in (6, 5))
     code.function(exchange.MARK_FAILED, first.ctypes.data, ITERATION + 1, entry.ctypes.data)
     code.function(exchange.RESTART, first.ctypes.data, ITERATION + 1, entry.ctypes.data)
-    assert entry[exchange.E_FAILED // 8] == entry[exchange.E_OPERATION // 8] != 0
-    assert old[exchange.E_FAILED // 8] == 0
-    assert first[peer + exchange.PEER_ENTRY] == 0  # the peer has announced no such operation
+    assert entry[ENTRY.failed // 8] == entry[ENTRY.operation // 8] != 0
+    assert old[ENTRY.failed // 8] == 0
+    assert first[peer + PEER.entry] == 0  # the peer has announced no such operation
 
 
 def test_of_two_threads_that_look_at_the_same_time_the_greater_number_stays():
     host, tensor, code = Host(3, 0), np.ones(4, np.float32), exchange.load()
     block, _sums = host.block(0, tensor, chains(3), whole=True)
-    block[exchange.SELF], block[exchange.ANNOUNCED] = block.ctypes.data, 1
-    block[exchange.FOUND] = 2  # another thread has found both peers, which this one does not see yet
+    block[HEAD.address], block[HEAD.announced] = block.ctypes.data, 1
+    block[HEAD.found] = 2  # another thread has found both peers, which this one does not see yet
     assert code.function(exchange.LOOK, block.ctypes.data, 0, 0) == exchange.PENDING
-    assert block[exchange.FOUND] == 2
+    assert block[HEAD.found] == 2

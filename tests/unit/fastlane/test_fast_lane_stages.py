@@ -8,6 +8,7 @@ import pytest
 from totalreduce.fastlane.board import STAGE_CLASSES, BoardLayout
 from totalreduce.fastlane.stages import Stages
 from totalreduce.kernels import exchange
+from totalreduce.kernels.exchange import HEAD
 
 BOARD = BoardLayout(4096)
 SMALLEST, LARGEST = STAGE_CLASSES[0], STAGE_CLASSES[-1]
@@ -56,11 +57,11 @@ def test_a_tensor_has_the_shortest_stage_that_is_long_enough(num_bytes: int, sta
 def test_the_pieces_of_an_operation_fit_into_its_stage(ranks: int) -> None:
     block = np.zeros(exchange.block_words(ranks), np.int64)
     BOARD.fill(block, ranks)
-    assert block[exchange.STAGE_BYTES] == 2 * (ranks + 1) * block[exchange.PIECE_BYTES] <= LARGEST.stage_bytes
+    assert block[HEAD.stage_bytes] == 2 * (ranks + 1) * block[HEAD.piece_bytes] <= LARGEST.stage_bytes
     BOARD.fill(block, ranks, 10_000)
-    assert block[exchange.PIECE_BYTES] == 10_048
-    assert block[exchange.RESULTS_AT] == ranks * 10_048
-    assert block[exchange.STAGE_BYTES] == (ranks + 1) * 10_048
+    assert block[HEAD.piece_bytes] == 10_048
+    assert block[HEAD.results_at] == ranks * 10_048
+    assert block[HEAD.stage_bytes] == (ranks + 1) * 10_048
 
 
 def test_every_stage_is_given_once_and_a_longer_one_if_the_short_ones_are_in_use() -> None:

@@ -11,17 +11,17 @@ from totalreduce.kernels import exchange, relay
 
 KERNELS = Path(exchange.__file__).parent
 READS, WRITES = {"load_shared"}, {"store_shared", "raise_shared"}
-OF_ENTRIES = {name for name in vars(exchange) if name.startswith("E_")}
+OF_ENTRIES = {f"ENTRY.{name}" for name in vars(exchange.ENTRY) if name != "num_words"}
 
 
-def names_in(expression, words):
-    """The words that the index of an access names, but not those within it: ``LEAVES_BY + row[ROW_PEER]``."""
+def names_in(expression):
+    """The words that the index of an access names, but not those within it: ``LANE.leaves_by + row[ROW.peer]``."""
     if isinstance(expression, ast.BinOp):
-        return names_in(expression.left, words) | names_in(expression.right, words)
-    return {getattr(expression, "id", None) or getattr(expression, "attr", "")} & words
+        return names_in(expression.left) | names_in(expression.right)
+    return {ast.unparse(expression)} if isinstance(expression, ast.Attribute) else set()
 
 
-def accesses_in(module, words):
+def accesses_in(module):
     """Return the words that a module accesses plainly, and those by the functions that keep the order.
 
     Each has the sets ``read`` and ``written``.
@@ -30,40 +30,38 @@ def accesses_in(module, words):
     for node in ast.walk(ast.parse((KERNELS / module).read_text())):
         if isinstance(node, ast.Subscript):
             kind = "read" if isinstance(node.ctx, ast.Load) else "written"
-            plain[kind] |= names_in(node.slice, words)
+            plain[kind] |= names_in(node.slice)
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in READS | WRITES:
-            ordered["read" if node.func.id in READS else "written"] |= names_in(node.args[1], words)
+            ordered["read" if node.func.id in READS else "written"] |= names_in(node.args[1])
     return plain, ordered
 
 
 def test_exactly_the_shared_words_of_the_exchange_are_accessed_in_order():
-    words = {name for name in vars(exchange) if name.isupper()}
-    plain, ordered = accesses_in("exchange_code.py", words)
+    plain, ordered = accesses_in("exchange_code.py")
     shared = set(exchange.SHARED)
     assert not (plain["read"] | plain["written"]) & shared
     assert ordered["written"] == shared
     # What a function returns tells Python of the culprit.
-    assert ordered["read"] == shared - {"CULPRIT"}
+    assert ordered["read"] == shared - {"HEAD.culprit"}
     assert all(f"``{name}``" in exchange.__doc__ for name in shared | OF_ENTRIES)
 
 
 def test_every_word_of_an_entry_is_accessed_in_order():
     """Entries are memory of several processes. Their words are accessed by ``load`` and ``store`` only."""
     tree = ast.parse((KERNELS / "exchange_code.py").read_text())
-    named = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id in OF_ENTRIES]
+    named = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node) in OF_ENTRIES]
     accesses = {"load": set(), "store": set(), "_least": set()}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") in accesses:
             argument = node.args[1 if node.func.id == "_least" else 0]  # ``_least`` loads a counter of every peer
             accesses[node.func.id] |= {part for part in ast.walk(argument) if part in named}
     assert set(named) == set().union(*accesses.values())
-    names = {function: {node.id for node in nodes} for function, nodes in accesses.items()}
+    names = {function: {ast.unparse(node) for node in nodes} for function, nodes in accesses.items()}
     assert names["store"] == names["load"] | names["_least"] == OF_ENTRIES
 
 
 def test_exactly_the_shared_words_of_the_relay_are_accessed_in_order():
-    words = {name for name in vars(relay) if name.isupper()}
-    plain, ordered = accesses_in("relay_code.py", words)
+    plain, ordered = accesses_in("relay_code.py")
     assert not plain["read"] & set(relay.READ_SHARED)
     assert not plain["written"] & set(relay.WRITE_SHARED)
     assert ordered == {"read": set(relay.READ_SHARED), "written": set(relay.WRITE_SHARED)}
@@ -84,7 +82,7 @@ def test_the_words_that_other_threads_use_of_an_operation_in_the_relay_are_the_s
                 "_words",
             ):
                 (read if isinstance(node.ctx, ast.Load) else written).update(
-                    names_in(node.slice, {name for name in vars(relay) if name.isupper()} - {"LANES_AT", "LANE_WORDS"})
+                    names_in(node.slice) - {"self._at", "w.LANES_AT", "LANE.num_words"}
                 )
     assert written == set(relay.READ_SHARED)
-    assert read == set(relay.WRITE_SHARED) - {"IS_PROMOTED"}
+    assert read == set(relay.WRITE_SHARED) - {"OPERATION.is_promoted"}

@@ -267,7 +267,10 @@ def test_large_classes_are_known_and_become_smaller() -> None:
     found = {}
     for path in FILES:
         for node in nodes(path):
-            if isinstance(node, ast.ClassDef) and not any("Enum" in ast.dump(base) for base in node.bases):
+            # What an enumeration or a structure has are names.
+            if isinstance(node, ast.ClassDef) and not any(
+                kind in ast.dump(base) for base in node.bases for kind in ("Enum", "Structure")
+            ):
                 methods = sum(isinstance(each, ast.FunctionDef) for each in node.body)
                 attributes = len(attributes_of(node))
                 if methods > METHODS_MAX or attributes > ATTRIBUTES_MAX:

@@ -20,6 +20,7 @@ from totalreduce.foundation.partition import PIECE_BYTES_MIN, exchange_window
 from totalreduce.foundation.types import DType, OpKind, ReduceOp, Signature
 from totalreduce.kernels import relay as words
 from totalreduce.kernels.element_types import FLOAT32, FLOAT64, INT32, INT64, MAX, MIN, PRODUCT, SUM
+from totalreduce.kernels.relay import LANE, ROW
 from totalreduce.relay.relay import Relay, RelayedOperation, RelaySettings
 from totalreduce.schedules.actions import Send
 from totalreduce.schedules.spec import LinkModel
@@ -638,8 +639,8 @@ class Taker:
         return set()
 
     def put(self, lane, receives, sends):
-        at = words.LANES_AT + lane * words.LANE_WORDS
-        self.words[at + words.RECEIVES], self.words[at + words.SENDS] = receives, sends
+        at = words.LANES_AT + lane * LANE.num_words
+        self.words[at + LANE.receives], self.words[at + LANE.sends] = receives, sends
 
 
 def engine_with(relay, *, far=False):
@@ -718,7 +719,7 @@ def test_a_known_operation_is_in_the_relay_from_its_first_message_on(kind):
     assert not operation.queued
     targets = {1} if kind is OpKind.ALLREDUCE else {1, 2}
     assert set(relayed.task.held_back) == targets
-    lengths = [len(rows) // words.ROW_WORDS for rows in relayed.task.plan.rows]
+    lengths = [len(rows) // ROW.num_words for rows in relayed.task.plan.rows]
     if kind is OpKind.ALLTOALL:
         assert relayed.task.positions == [(4, 0), (4, 0), (0, 4), (0, 4)]
         assert lengths == [4] * 4

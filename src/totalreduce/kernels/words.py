@@ -1,0 +1,28 @@
+"""Structures of 64-bit words, which Python and compiled functions use in the same memory."""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["LINE_WORDS", "Structure"]
+
+#: Words of a cache line.
+LINE_WORDS: Final = 8
+
+
+class Structure:
+    """Words that lie one after the other. A subclass declares them: ``name: int = 1``, for how many words it has.
+
+    In an instance, the attribute of a name is the number of its first word. Numba compiles it as a constant
+    (``atomics``).
+
+    Attributes:
+        num_words: The length of the structure.
+    """
+
+    def __init__(self, unit: int = 1) -> None:
+        """``unit``: by how much a number grows with each word; 8, where the numbers are offsets in bytes."""
+        self.num_words = 0
+        for name in type(self).__annotations__:
+            setattr(self, name, unit * self.num_words)
+            self.num_words += getattr(type(self), name)
