@@ -108,7 +108,7 @@ class DiLoCo(Strategy):
         mix: With ``overlap`` only: the weight of this rank's own parameters where a result is taken over; with 0.5,
             half of the rank's own steps since the exchange has begun are lost. Or
             ``"progress"``: the rank's own steps since the exchange has begun are added to the common parameters, so
-            that no step is lost (Shen et al., "CoCoD-SGD", IJCAI 2019).
+            that no step is lost (Shen et al., "CoCoD-SGD", IJCAI 2019). Try it first where an overlap costs loss.
         codec: Encodes updates, with error feedback. ``None``: they are sent as they are.
 
     Raises:
