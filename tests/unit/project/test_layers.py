@@ -108,6 +108,14 @@ def test_a_transport_knows_no_collective() -> None:
     assert named == set()
 
 
+def test_examples_import_no_benchmark() -> None:
+    for path in (ROOT.parents[1] / "examples").rglob("*.py"):
+        modules = {node.module or "" for node in nodes(path) if isinstance(node, ast.ImportFrom)}
+        modules |= {alias.name for node in nodes(path) if isinstance(node, ast.Import) for alias in node.names}
+        found = [module for module in modules if module.startswith(("totalreduce.bench", "totalreduce_benchmarks"))]
+        assert not found, path
+
+
 def test_files_with_threads_are_known() -> None:
     threaded = {name(path) for path in FILES if uses(path, "threading", {"Thread"})}
     of_the_library = {file for file in threaded if not file.startswith(("launch/", "testing/", *PROGRAMS))}
