@@ -30,7 +30,7 @@ class Program:
             str(number): torch.optim.SGD(part, lr=0.1, momentum=0.9) for number, part in enumerate(parts)
         }
         self.state = tr.State(model=self.model, optimizer=self.optimizers, **options)
-        self.attempts = Attempts(self.state, SimpleNamespace(), timeout_s=10.0)
+        self.attempts = Attempts(self.state)
         self.epoch = 0
 
     @contextlib.contextmanager

@@ -23,6 +23,7 @@ from totalreduce.launch.spares import await_seat
 from totalreduce.recovery.attempts import Attempt, Attempts, ShardedAttempts
 from totalreduce.recovery.epochs import CLOSE_S
 from totalreduce.recovery.hook_states import HookStates
+from totalreduce.recovery.runs import Runs
 from totalreduce.recovery.snapshots import Snapshots
 from totalreduce.recovery.state import State
 
@@ -90,34 +91,22 @@ def attempts(
     if (state is None) == (copies is None):
         raise ConfigurationError("tr.attempts takes a state, or copies=tr.ShardCopies(...) for a model that is sharded")
     await_seat()
-    membership = _DefaultProcessGroup(timeout)
+    groups = _DefaultProcessGroup(timeout)
     if snapshots is not None:
         snapshots.watch()
     try:
-        timeout_s, settings = timeout.total_seconds(), describe_settings()
-        part: Attempts | ShardedAttempts | None = None
+        part: Attempts | ShardedAttempts
         if state is not None:
-            part = Attempts(
-                state,
-                membership,
-                timeout_s=timeout_s,
-                seed=seed,
-                replicas=replicas,
-                verify=verify,
-                snapshots=snapshots,
-                settings=settings,
-            )
-        elif copies is not None:
-            part = ShardedAttempts(
-                copies, membership, timeout_s=timeout_s, seed=seed, snapshots=snapshots, settings=settings
-            )
-        assert part is not None
-        membership.keeper = part.hooks
-        yield from part
+            part = Attempts(state, seed=seed, replicas=replicas, verify=verify, snapshots=snapshots)
+        else:
+            assert copies is not None
+            part = ShardedAttempts(copies, seed=seed, snapshots=snapshots)
+        groups.keeper = part.hooks
+        yield from Runs(part, groups, timeout.total_seconds(), describe_settings())
     finally:
         if snapshots is not None:
             snapshots.release()
-        membership.leave("the loop over tr.attempts has ended")
+        groups.leave("the loop over tr.attempts has ended")
 
 
 @final

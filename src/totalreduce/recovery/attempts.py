@@ -36,7 +36,7 @@ from totalreduce.recovery.dealing import batches_of, needed
 from totalreduce.recovery.hook_states import HookStates
 from totalreduce.recovery.membership import Decision
 from totalreduce.recovery.refusals import check_whole
-from totalreduce.recovery.runs import Groups, Run, Runs, latest_version
+from totalreduce.recovery.runs import Run, latest_version
 from totalreduce.recovery.sharing import begin_from_disk, compare_states, seed_generators, send_state
 from totalreduce.recovery.snapshots import Snapshots, share_token
 from totalreduce.recovery.state import State
@@ -314,49 +314,29 @@ class Attempt(Run):
 
 @final
 class Attempts:
-    """The attempts of one program: iterate over them once.
+    """The part of a program whose state all ranks have: what ``Runs`` runs again.
 
     Attributes:
         hooks: What the hooks of DDP keep back.
     """
 
     def __init__(
-        self,
-        state: State,
-        groups: Groups,
-        *,
-        timeout_s: float,
-        seed: int = 0,
-        replicas: int = 1,
-        verify: bool = True,
-        snapshots: Snapshots | None = None,
-        settings: str = "",
+        self, state: State, *, seed: int = 0, replicas: int = 1, verify: bool = True, snapshots: Snapshots | None = None
     ) -> None:
-        """Note the parts; nothing is formed yet.
+        """Note the arguments.
 
         Args:
             state: What all ranks begin an attempt with.
-            groups: Forms the groups.
-            timeout_s: How long the decision who the members are may take.
             seed: Of the generators of random numbers, with the version and the rank.
             replicas: The number of ranks that have a copy of what the hooks of each rank keep back.
             verify: Compare SHA-256 of parameters and optimizer state on all ranks when an attempt begins.
             snapshots: Writes the state to disk. The job begins with its last version, if there is one.
-            settings: What must be equal on all ranks to form a group, one setting in a line.
         """
-        self._settings = settings
-        self._state, self._groups, self._timeout_s = state, groups, timeout_s
+        self._state, self._snapshots = state, snapshots
         self._seed, self._verify = checks.integer("seed", seed), bool(verify)
-        self._snapshots = snapshots
         check_whole(state.model, "tr.attempts(state)")
         self._weights = CommitWeights(state)
         self.hooks = HookStates(state, checks.integer("replicas", replicas, minimum=0))
-
-    def __iter__(self) -> Iterator[Attempt]:
-        """Yield an attempt, and another one whenever the members have changed. Raises what ``Runs`` does."""
-        return iter(Runs(self, self._groups, self._timeout_s, self._settings))
-
-    # ------------------------------------------------------------------------------------- a part of a program (Runs)
 
     @property
     def version(self) -> int:
@@ -437,42 +417,22 @@ class Attempts:
 
 @final
 class ShardedAttempts:
-    """The attempts of one program whose state is sharded: iterate over them once.
+    """The part of a program whose state is sharded: what ``Runs`` runs again.
 
     Attributes:
         hooks: Warns of hooks of DDP, of which nothing is kept.
     """
 
-    def __init__(
-        self,
-        copies: ShardCopies,
-        groups: Groups,
-        *,
-        timeout_s: float,
-        seed: int = 0,
-        snapshots: Snapshots | None = None,
-        settings: str = "",
-    ) -> None:
-        """Note the parts; nothing is formed yet.
+    def __init__(self, copies: ShardCopies, *, seed: int = 0, snapshots: Snapshots | None = None) -> None:
+        """Note the arguments.
 
         Args:
             copies: Keeps copies of the state, which the program builds in each attempt.
-            groups: Forms the groups.
-            timeout_s: How long the decision who the members are may take.
             seed: Of the generators of random numbers, with the version and the rank.
             snapshots: Writes the state to disk. The job begins with its last version, if there is one.
-            settings: What must be equal on all ranks to form a group, one setting in a line.
         """
-        self._copies, self._groups, self._timeout_s = copies, groups, timeout_s
-        self._seed, self._snapshots = checks.integer("seed", seed), snapshots
-        self._settings = settings
+        self._copies, self._seed, self._snapshots = copies, checks.integer("seed", seed), snapshots
         self.hooks = HookStates(None, 0)
-
-    def __iter__(self) -> Iterator[Attempt]:
-        """Yield an attempt, and another one whenever the members have changed. Raises what ``Runs`` does."""
-        return iter(Runs(self, self._groups, self._timeout_s, self._settings))
-
-    # ------------------------------------------------------------------------------------- a part of a program (Runs)
 
     @property
     def version(self) -> int:

@@ -25,7 +25,7 @@ from totalreduce.groups.group import Group
 from totalreduce.pytorch.ddp_memory import Memory
 from totalreduce.pytorch.hooks import HookHandles, WeakHook
 from totalreduce.recovery.membership import Decision
-from totalreduce.recovery.replicas import Exchange, Replicas
+from totalreduce.recovery.replicas import Replicas, first_holders, hand_over
 from totalreduce.recovery.state import State
 from totalreduce.recovery.vote import Vote
 
@@ -59,7 +59,6 @@ class HookStates:
         self._group: Group | None = None
         self._decision: Decision | None = None  #: ``None``: ranks cannot be replaced.
         self._vote: Vote | None = None
-        self._sending: Exchange | None = None  #: The exchange that has not ended.
         self._has_passed = False  #: Whether a pass has changed something since the last vote.
         self._handles = HookHandles()
         self._has_warned = False
@@ -135,9 +134,8 @@ class HookStates:
         assert self._state is not None
         vote = self._vote
         if vote is None or not vote.is_in_flight:
-            if self._sending is None:
-                self._next_records = [hook.record() for hook in self._hooks]
-            self._send(self._state.version + 1, self._next_records or [])
+            self._next_records = [hook.record() for hook in self._hooks]
+            self._send(self._state.version + 1, self._next_records)
         if vote is not None:
             vote.begin(0, 0)
             vote.end()
@@ -169,20 +167,19 @@ class HookStates:
 
     def _send(self, version: int, records: Sequence[HookRecord]) -> None:
         """Send what this rank keeps back at a version to the next ranks, and have theirs. Collective."""
-        group, decision = self._group, self._decision
-        if decision is None or group is None or group.world_size == 1 or not self.num_copies:
+        if self._decision is None or self._group is None:
             return
-        if self._sending is None:
+
+        def mine() -> torch.Tensor:
             try:
-                mine = pack(self._packed(records))
+                return pack(self._packed(records))
             except ConfigurationError as error:
                 raise ConfigurationError(
                     f"the residuals of tr.ddp_hook cannot be sent to the next rank: {error}. With tr.attempts(state, "
                     "replicas=0) there are no copies, and the residuals of a lost rank begin at zero"
                 ) from error
-            self._sending = self._replicas.begin(group, decision, version, mine)
-        self._sending.finish()
-        self._sending = None
+
+        self._replicas.exchange(self._group, self._decision, version, mine)
 
     # --------------------------------------------------------------------------------------------- between two attempts
 
@@ -199,7 +196,7 @@ class HookStates:
         self._leave(version, has_state=has_state)
         last_seats = [] if self._decision is None else [member.seat for member in self._decision.members]
         last_size, self._group, self._decision = self._world_size, group, decision
-        self._sending, self._vote, self._has_passed = None, None, False
+        self._vote, self._has_passed = None, False
         if decision is None or self._state is None:
             return
         if group.world_size > 1:
@@ -211,7 +208,7 @@ class HookStates:
         said = group.control.allgather_object(words)
         if not any(words["keeps"] for words in said):
             return
-        holders = {seat: rank for rank, words in reversed(list(enumerate(said))) for seat in words["held"]}
+        holders = first_holders(words["held"] for words in said)
         newcomers = [rank for rank, words in enumerate(said) if words["is new"]]
         for newcomer in newcomers:
             self._hand_over(group, seats[newcomer], holders.get(seats[newcomer]), newcomer)
@@ -219,11 +216,9 @@ class HookStates:
         lost = [seat for seat in last_seats if seat not in seats and seat not in holders]
         if lost and group.rank == first:
             _log.warning("nobody has the residuals of %d ranks that are lost: they are lost, too", len(lost))
-        for seat in held:
-            if seat not in seats:
-                if holders[seat] == group.rank:
-                    self._load(unpack(self._replicas.take(seat)), adds=True)
-                self._replicas.forget(seat)
+        mine = [seat for seat, holder in holders.items() if holder == group.rank]
+        for orphan in self._replicas.take_orphans(held, seats, mine):
+            self._load(unpack(orphan), adds=True)
         has_same_size = all(words["size"] == group.world_size for words in said if not words["is new"])
         if not has_same_size or any(seats[newcomer] not in holders for newcomer in newcomers):
             # The sessions begin anew on all ranks, with the same numbers of steps.
@@ -276,17 +271,16 @@ class HookStates:
         if source is None:
             if group.rank == 0:
                 _log.warning("nobody has the residuals of rank %d: they begin at zero", newcomer)
-        elif group.rank == source:
-            self._replicas.send(group, seat, newcomer)
-        elif group.rank == newcomer:
-            self._load(unpack(self._replicas.receive(group, source)))
+            return
+        received = hand_over(group, source, newcomer, lambda: self._replicas.copy_of(seat))
+        if received is not None:
+            self._load(unpack(received))
 
     # ---------------------------------------------------------------------------------------------- for other processes
 
     def _packed(self, records: Sequence[HookRecord]) -> dict[str, Any]:
         """Return everything that this rank keeps back, by the names of parameters. Residuals are not copied."""
-        assert self._state is not None
-        names = {parameter: name for name, parameter in self._state.model.named_parameters()}
+        names = self._names()
         flats: dict[str, dict[str, torch.Tensor]] = {}
         for memory in (self._kept, *(hook.memory for hook in self._hooks)):
             for key, by_parameter in memory.pending().items():
@@ -301,20 +295,23 @@ class HookStates:
             own: What it has returned.
             adds: Add residuals and velocities to those of this rank, which goes on in the place of that process, too.
         """
-        assert self._state is not None
-        parameters = dict(self._state.model.named_parameters())
-        self._kept.load(own, parameters, adds=adds)
+        self._kept.load(own, self._parameters(), adds=adds)
         if not adds:
             self._load_records(own["hooks"])
 
     def _renamed(self, records: Sequence[HookRecord]) -> list[dict[str, Any]]:
-        assert self._state is not None
-        names = {parameter: name for name, parameter in self._state.model.named_parameters()}
+        names = self._names()
         return [record.renamed(names) for record in records]
 
     def _load_records(self, records: Sequence[Mapping[str, Any]]) -> None:
         from totalreduce.pytorch.ddp_hook import HookRecord
 
-        assert self._state is not None
-        parameters = dict(self._state.model.named_parameters())
+        parameters = self._parameters()
         self._records = [HookRecord.named(each, parameters) for each in records]
+
+    def _parameters(self) -> dict[str, torch.nn.Parameter]:
+        assert self._state is not None
+        return dict(self._state.model.named_parameters())
+
+    def _names(self) -> dict[torch.nn.Parameter, str]:
+        return {parameter: name for name, parameter in self._parameters().items()}

@@ -22,11 +22,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, final
 
-import torch
-
 from totalreduce.foundation import checks, environment
 from totalreduce.foundation.errors import ConfigurationError, PeerLost, RecoveryError
-from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
 from totalreduce.recovery.blocks import Blocks, Kind, RepeatBlock
 from totalreduce.recovery.dealing import batches_of, needed
@@ -307,12 +304,6 @@ class Job:
                 "job.once, which runs it again after a loss. For several blocks with one batch there is job.parts"
             )
         self._has_begun = True
-        with self._run_block():
-            yield
-
-    @contextlib.contextmanager
-    def _run_block(self) -> Iterator[None]:
-        """Run a block; see ``step``."""
         blocks = self._blocks
         try:
             blocks.begin()
@@ -457,7 +448,7 @@ class Job:
         saved = read_from_disk(options.snapshots) if begins and group.rank == decision.source else None
         has_changed = share_outline(state, group, decision.source, saved)
         # Without a launcher the optimizers have plans already, and these are made again only if any rank needs it.
-        if epochs is not None or self._is_on_any_rank(has_changed):
+        if epochs is not None or any(group.control.allgather_object(has_changed)):
             self._optimizers.form_again()
         if saved is not None:
             state.load_shared(saved)
@@ -478,11 +469,6 @@ class Job:
             self.epoch, at = decision.epoch, epochs.left_at
             change = (decision.epoch, group.world_size, decision.version, epochs.left_because, at, time.time() - at)
             self.changes.append(Change(*change))
-
-    def _is_on_any_rank(self, flag: bool) -> bool:
-        found = torch.tensor([flag], dtype=torch.bool, device="cpu")
-        self.group.control.allreduce(found, name="recovery/outline", op=ReduceOp.MAX).wait()
-        return bool(found)
 
     # --------------------------------------------------------------------------------------------------------- the end
 

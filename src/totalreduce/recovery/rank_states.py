@@ -26,7 +26,7 @@ import torch
 from totalreduce.groups.encoding import pack, unpack
 from totalreduce.recovery.membership import Decision
 from totalreduce.recovery.optimizers import Optimizers
-from totalreduce.recovery.replicas import Exchange, OwnState, Replicas, send_row
+from totalreduce.recovery.replicas import OwnState, Replicas, first_holders, hand_over
 from totalreduce.recovery.state import State
 from totalreduce.recovery.vote import Vote
 
@@ -54,7 +54,6 @@ class RankStates:
         self._row = self._next_row = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._point: dict[str, Any] = {"version": -1}
         self._seats_at_point: list[int] = []
-        self._sending: Exchange | None = None  #: The exchange that has not ended.
         #: Keeps the state while the ranks have equal parameters: no point has been made behind the synchronous steps.
         self._equal: OwnState | None = None
         #: Keeps the state in the present block, if its step is synchronous; otherwise the block's vote makes a point.
@@ -74,11 +73,7 @@ class RankStates:
         if self._keeper is not None:
             self._keeper.send(decision)
         elif self._sends and not self.vote.is_in_flight:
-            if self._sending is None:
-                self._next_row = pack(self._rank_state())
-                self._sending = self._replicas.begin(self._group, decision, self._state.version + 1, self._next_row)
-            self._sending.finish()
-            self._sending = None
+            self._replicas.exchange(self._group, decision, self._state.version + 1, self._pack_next)
 
     def end_vote(self, decision: Decision) -> int:
         """Return the largest ballot of all ranks. Raises what ``OwnState.end_vote`` does."""
@@ -102,8 +97,7 @@ class RankStates:
         if self._equal is not None:
             self._equal.copy(decision)
         elif self._sends:
-            self._next_row = pack(self._rank_state())
-            self._replicas.exchange(self._group, decision, self._state.version, self._next_row)
+            self._replicas.exchange(self._group, decision, self._state.version, self._pack_next)
             self._make_point()
         else:  # a rank that trains alone makes no points, and goes on from the last one
             self._seats_at_point = []
@@ -130,7 +124,6 @@ class RankStates:
             has_state: Whether this rank had the state of the job.
         """
         self._replicas.undo()
-        self._sending = None
         seats = self._seats = [member.seat for member in decision.members]
         are_equal = self._equal is not None if has_state else self._optimizers.are_synchronous
         if self._group.allgather_object(are_equal)[decision.source]:
@@ -143,7 +136,7 @@ class RankStates:
             return
         held = self._replicas.seats(self._point["version"]) if has_state else []
         said = self._group.allgather_object({"held": held, "seats": self._seats_at_point if has_state else seats})
-        holders = {seat: holder for holder, words in reversed(list(enumerate(said))) for seat in words["held"]}
+        holders = first_holders(words["held"] for words in said)
         are_same = all(words["seats"] == seats for words in said)
         missing = [rank for rank in decision.newcomers if seats[rank] not in holders]
         if are_same and not missing:
@@ -151,7 +144,7 @@ class RankStates:
                 self._hand_over(seats[newcomer], holders[seats[newcomer]], newcomer)
             # Ranks that were lost had copies, too: without new ones, the next loss could be of a rank without a copy.
             if self._sends:
-                self._replicas.exchange(self._group, decision, self._point["version"], self._row)
+                self._replicas.exchange(self._group, decision, self._point["version"], lambda: self._row)
                 self._replicas.commit()
             return
         if are_same and self._group.rank == decision.source:
@@ -165,17 +158,19 @@ class RankStates:
 
     @property
     def _sends(self) -> bool:
-        return self.num_copies > 0 and self._group.world_size > 1
+        return self._replicas.are_sent(self._group)
 
     def _hand_over(self, seat: int, source: int, newcomer: int) -> None:
         """Give the state of a seat at the last point, which rank ``source`` has, to the rank that has the seat now."""
-        if self._group.rank == source:
-            self._replicas.send(self._group, seat, newcomer)
-            send_row(self._group, pack(self._point), newcomer)
-        elif self._group.rank == newcomer:
-            self._row = self._replicas.receive(self._group, source)
-            self._point, self._seats_at_point = unpack(self._replicas.receive(self._group, source)), self._seats
-            self._load(unpack(self._row), self._point)
+        row = hand_over(self._group, source, newcomer, lambda: self._replicas.copy_of(seat))
+        point = hand_over(self._group, source, newcomer, lambda: pack(self._point))
+        if row is not None and point is not None:
+            self._row, self._point, self._seats_at_point = row, unpack(point), self._seats
+            self._load(unpack(row), self._point)
+
+    def _pack_next(self) -> torch.Tensor:
+        self._next_row = pack(self._rank_state())
+        return self._next_row
 
     def _rank_state(self) -> dict[str, Any]:
         """Return what differs from rank to rank: tensors, and the state of the strategy."""

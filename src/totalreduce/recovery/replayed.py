@@ -278,8 +278,7 @@ class ReplayedJob:
             group, decision = self._live(), self._decision
             try:
                 self._meet_in(group, {"call": "a checkpoint", **saved.describe()})
-                if saved.own is not None:
-                    self._replicas.exchange(group, decision, before + 1, saved.own)
+                self._exchange(group, decision, before + 1, saved.own)
                 self._versions.is_in_vote = True
                 group.control.allreduce(torch.zeros(1, dtype=torch.int64, device="cpu"), name="replay/vote").wait()
                 self._versions.commit()
@@ -441,9 +440,14 @@ class ReplayedJob:
             saved = Saved(shared, own)
             self._versions.load(version, saved)
             self.state.load(saved)
-        if saved.own is not None:  # ranks that were lost had copies, too
-            self._replicas.exchange(group, decision, version, saved.own)
-            self._replicas.commit()
+        self._exchange(group, decision, version, saved.own)  # ranks that were lost had copies, too
+        self._replicas.commit()
+
+    def _exchange(self, group: Group, decision: Decision, version: int, own: torch.Tensor | None) -> None:
+        """Send what this rank has for itself at a version to other ranks, if ranks have anything. Collective."""
+        self._replicas.undo()  # an exchange that was interrupted, in this group or in the last one
+        if own is not None:
+            self._replicas.exchange(group, decision, version, lambda: own)
 
     def _packed(self, parcel: Parcel) -> torch.Tensor:
         """Return what this rank has of a parcel, as bytes."""

@@ -11,7 +11,7 @@ The form of the copies of buffers is chosen in ``buffer_copies``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -27,7 +27,7 @@ from totalreduce.recovery.state import State
 from totalreduce.recovery.vote import Vote
 from totalreduce.tensors.work import Work
 
-__all__ = ["Exchange", "OwnState", "Replicas", "gather_lengths", "send_row"]
+__all__ = ["OwnState", "Replicas", "first_holders", "gather_lengths", "hand_over"]
 
 _log = logging.getLogger(__name__)
 
@@ -48,10 +48,36 @@ def _empty_copy(length: int, source: int) -> torch.Tensor:
     return torch.empty(length, dtype=torch.uint8, device="cpu")
 
 
-def send_row(group: Group, row: torch.Tensor, to: int) -> None:
-    """Send packed state to a rank, which calls ``Replicas.receive``."""
-    group.control.send(torch.tensor([row.numel()], dtype=torch.int64, device="cpu"), dst=to, tag=_TAG).wait()
-    group.control.send(row, dst=to, tag=_TAG).wait()
+def hand_over(group: Group, source: int, to: int, row: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+    """Give packed state of rank ``source``, which ``row`` returns there, to another rank; return it on that one.
+
+    Only these two ranks need to call it. It returns ``None`` on all others.
+    """
+    control = group.control
+    length = torch.zeros(1, dtype=torch.int64, device="cpu")
+    if group.rank == source:
+        sent = row()
+        control.send(length.fill_(sent.numel()), dst=to, tag=_TAG).wait()
+        control.send(sent, dst=to, tag=_TAG).wait()
+    if group.rank != to:
+        return None
+    control.recv(length, src=source, tag=_TAG).wait()
+    received = _empty_copy(int(length), source)
+    control.recv(received, src=source, tag=_TAG).wait()
+    return received
+
+
+def first_holders(held: Iterable[Sequence[int]]) -> dict[int, int]:
+    """Return the first rank that has a copy of each seat's state.
+
+    Args:
+        held: By rank: the seats of which it has a copy.
+    """
+    holders: dict[int, int] = {}
+    for rank, seats in enumerate(held):
+        for seat in seats:
+            holders.setdefault(seat, rank)
+    return holders
 
 
 @final
@@ -67,25 +93,36 @@ class Replicas:
         #: By seat: the version, and the packed state.
         self._held: dict[int, tuple[int, torch.Tensor]] = {}
         self._next: dict[int, tuple[int, torch.Tensor]] = {}
+        self._under_way: _Exchange | None = None  #: The exchange that has not ended.
 
-    def exchange(self, group: Group, decision: Decision, version: int, mine: torch.Tensor) -> None:
-        """Send this rank's own state to the next ranks, and receive those of the ranks before. See ``begin``."""
-        self.begin(group, decision, version, mine).finish()
+    def are_sent(self, group: Group) -> bool:
+        """Whether the ranks of a group send copies to each other."""
+        return self.num_copies > 0 and group.world_size > 1
 
-    def begin(self, group: Group, decision: Decision, version: int, mine: torch.Tensor) -> Exchange:
-        """Begin an exchange of the ranks' own states of a version. Collective.
+    def exchange(self, group: Group, decision: Decision, version: int, mine: Callable[[], torch.Tensor]) -> None:
+        """Send this rank's own state to the next ranks, and receive those of the ranks before, if copies are sent.
+
+        Collective. The copies count when ``commit`` is called.
 
         Args:
             group: The ranks.
             decision: The members of the epoch.
             version: The version that the state belongs to when the vote passes.
-            mine: This rank's own state as a row of bytes. The lengths of the ranks may differ.
+            mine: Returns this rank's own state as a row of bytes. The lengths of the ranks may differ.
 
         Raises:
             PeerLost: A rank is lost. The copies that count are still those of the last version.
+            DeadlineExceededError: The copies have not come in time. The call may be repeated, and then goes on with the
+                state that it has begun to send.
         """
-        self._next = {}
-        return Exchange(self, group, decision, version, mine)
+        if not self.are_sent(group):
+            return
+        if self._under_way is None:
+            self._next = {}
+            self._under_way = _Exchange(group, self.num_copies, mine())
+        copies = self._under_way.finish()
+        self._under_way = None
+        self.note(version, {decision.members[rank].seat: copy for rank, copy in copies.items()})
 
     def note(self, version: int, copies: Mapping[int, torch.Tensor]) -> None:
         """Note copies of a version, by seat. They count when ``commit`` is called."""
@@ -100,73 +137,56 @@ class Replicas:
         self._held = {seat: (version, copy) for seat, (_, copy) in self._held.items()}
 
     def undo(self) -> None:
-        """Note that the block of the last exchange has not taken effect: its copies never count."""
-        self._next = {}
+        """Note that the block of the last exchange has not taken effect, or its group has ended: no copy counts."""
+        self._next, self._under_way = {}, None
 
     def seats(self, version: int) -> list[int]:
         """Return the seats of which this rank has a copy of a version."""
         return [seat for seat, (held, _) in self._held.items() if held == version]
 
-    def send(self, group: Group, seat: int, to: int) -> None:
-        """Send the copy of a seat's state to a rank, which calls ``receive``."""
-        send_row(group, self._held[seat][1], to)
-
-    def receive(self, group: Group, source: int) -> torch.Tensor:
-        """Receive packed state that a rank sends."""
-        length = torch.zeros(1, dtype=torch.int64, device="cpu")
-        group.control.recv(length, src=source, tag=_TAG).wait()
-        copy = _empty_copy(int(length), source)
-        group.control.recv(copy, src=source, tag=_TAG).wait()
-        return copy
-
     def copy_of(self, seat: int) -> torch.Tensor:
         """Return the copy of the state of a seat that this rank has."""
         return self._held[seat][1]
 
-    def take(self, seat: int) -> torch.Tensor:
-        """Return the copy of the state of a seat that nobody has any more, and forget it."""
-        return self._held.pop(seat)[1]
+    def take_orphans(self, held: Iterable[int], seats: Collection[int], mine: Collection[int]) -> list[torch.Tensor]:
+        """Forget the copies of seats that no rank has any more; return those that this rank goes on with.
 
-    def forget(self, seat: int) -> None:
-        """Forget the copy of a seat's state, if this rank has one."""
-        self._held.pop(seat, None)
+        Args:
+            held: The seats of which this rank has a copy.
+            seats: The seats of the ranks.
+            mine: The seats of which this rank is the first one that has a copy.
+        """
+        orphans = {seat: self._held.pop(seat)[1] for seat in held if seat not in seats}
+        return [copy for seat, copy in orphans.items() if seat in mine]
 
 
 @final
-class Exchange:
+class _Exchange:
     """The messages of an exchange of copies: each rank's own state to the next ranks."""
 
-    def __init__(self, replicas: Replicas, group: Group, decision: Decision, version: int, mine: torch.Tensor) -> None:
-        """See ``Replicas.begin``."""
-        self._replicas, self._group, self._decision = replicas, group, decision
-        self._version, self._mine = version, mine
+    def __init__(self, group: Group, num_copies: int, mine: torch.Tensor) -> None:
+        self._group, self._num_copies, self._mine = group, num_copies, mine
         self._lengths = gather_lengths(group, mine.numel())
         self._copies: dict[int, torch.Tensor] = {}
         self._works: list[Work] | None = None  #: The messages with states, when they have begun.
 
-    def finish(self) -> None:
-        """Note the copies of other ranks when they have come.
-
-        Raises:
-            PeerLost: A rank is lost. The copies that count are still those of the last version.
-            DeadlineExceededError: They have not come in time. The call may be repeated.
-        """
+    def finish(self) -> dict[int, torch.Tensor]:
+        """Return the copies of other ranks, by rank, when they have come. The call may be repeated after a time-out."""
         lengths = self._lengths.wait()
         if self._works is None:
             self._works = self._begin_messages(lengths)
         for work in self._works:
             work.wait()
-        self._replicas.note(self._version, self._copies)
+        return self._copies
 
     def _begin_messages(self, lengths: torch.Tensor) -> list[Work]:
         control, rank, size = self._group.control, self._group.rank, self._group.world_size
         works = []
-        for distance in range(1, min(self._replicas.num_copies, size - 1) + 1):
+        for distance in range(1, min(self._num_copies, size - 1) + 1):
             to, source = (rank + distance) % size, (rank - distance) % size
-            copy = _empty_copy(int(lengths[source]), source)
+            copy = self._copies[source] = _empty_copy(int(lengths[source]), source)
             works.append(control.recv(copy, src=source, tag=_TAG))
             works.append(control.send(self._mine, dst=to, tag=_TAG))
-            self._copies[self._decision.members[source].seat] = copy
         return works
 
 
@@ -189,7 +209,6 @@ class OwnState:
         self._sessions: dict[str, dict[str, Any]] = {}
         self._next_sessions: dict[str, dict[str, Any]] = {}
         self._buffers = BufferCopies(state)
-        self._sending: Exchange | None = None  #: The exchange that has not ended.
         #: The layout of the copies that count, and of those of the last exchange, if they are rows of buffers.
         self._held_layout: RowLayout | None = None
         self._next_layout: RowLayout | None = None
@@ -241,7 +260,7 @@ class OwnState:
         self._plan(digests[0] if len(set(digests)) == 1 else None)
 
     def _plan(self, layouts: int | None) -> None:
-        are_sent = self.num_copies > 0 and self._group.world_size > 1
+        are_sent = self._replicas.are_sent(self._group)
         self._buffers.plan(layouts, self._group, are_sent=are_sent, have_residuals=self._optimizers.compresses)
         self.vote.layouts = layouts
 
@@ -299,7 +318,6 @@ class OwnState:
         """
         same_size, self._world_size = self._world_size == self._group.world_size, self._group.world_size
         self.vote.prepare()
-        self._sending = None
         self._replicas.undo()
         if decision.version == 0:
             self.agree()
@@ -327,10 +345,7 @@ class OwnState:
             held: The seats of which this rank has a copy.
             said: What the ranks have said of themselves in ``restore``.
         """
-        holders: dict[int, int] = {}
-        for holder, words in enumerate(said):
-            for seat in words["held"]:
-                holders.setdefault(seat, holder)
+        holders = first_holders(words["held"] for words in said)
         seats = [member.seat for member in decision.members]
         for newcomer in decision.newcomers:
             source = holders.get(seats[newcomer])
@@ -345,23 +360,25 @@ class OwnState:
                 self._hand_over(seats[newcomer], source, newcomer)
         if decision.newcomers and self._group.rank == 0:
             self._warn_of_late([words["late"] for words in said], decision.source)
-        for seat in held:
-            if seat not in seats:
-                if holders[seat] == self._group.rank and self._optimizers.compresses and self._held_layout is None:
-                    self._load_residuals(unpack(self._replicas.take(seat)), adds=True)
-                self._replicas.forget(seat)
+        mine = [seat for seat, holder in holders.items() if holder == self._group.rank]
+        orphans = self._replicas.take_orphans(held, seats, mine)
+        if self._optimizers.compresses and self._held_layout is None:
+            for orphan in orphans:
+                self._load_residuals(unpack(orphan), adds=True)
         if self._are_known(said, decision.newcomers, seats, holders):
             self._load_sessions()
 
     def _hand_over(self, seat: int, source: int, newcomer: int) -> None:
         """Give the copy of a seat's state that rank ``source`` has to the rank that now has the seat."""
-        if self._group.rank == source:
-            copy = self._replicas.copy_of(seat)
-            if self._held_layout is not None:
-                copy = pack({"optimizers": {}, "buffers": self._held_layout.read(copy)})
-            send_row(self._group, copy, newcomer)
-        elif self._group.rank == newcomer:
-            self._load(unpack(self._replicas.receive(self._group, source)))
+        received = hand_over(self._group, source, newcomer, lambda: self._packed_copy_of(seat))
+        if received is not None:
+            self._load(unpack(received))
+
+    def _packed_copy_of(self, seat: int) -> torch.Tensor:
+        copy = self._replicas.copy_of(seat)
+        if self._held_layout is None:
+            return copy
+        return pack({"optimizers": {}, "buffers": self._held_layout.read(copy)})
 
     def _warn_of_late(self, digests: Sequence[Mapping[str, str]], source: int) -> None:
         for name in sorted(self._buffers.late):
@@ -410,12 +427,10 @@ class OwnState:
     def _send_packed(self, decision: Decision, version: int) -> dict[str, dict[str, Any]]:
         """Do what ``_send`` does, by messages to the next ranks."""
         pending = self._pending()
-        if self.num_copies and self._group.world_size > 1:
-            if self._sending is None:
-                own = pack({"optimizers": pending, "buffers": self._buffers.packed()})
-                self._sending = self._replicas.begin(self._group, decision, version, own)
-            self._sending.finish()
-            self._sending = None
+        self._replicas.exchange(
+            *(self._group, decision, version),
+            lambda: pack({"optimizers": pending, "buffers": self._buffers.packed()}),
+        )
         self._next_layout = None
         return _sessions_of(pending)
 

@@ -10,10 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from totalreduce.foundation.errors import (
-    PlanMismatchError,
-    RecoveryError,
-)
+from totalreduce.foundation.errors import PlanMismatchError, RecoveryError
 from totalreduce.groups.agreement import broadcast_json
 from totalreduce.groups.encoding import decode, empty_tensors, encode
 from totalreduce.groups.group import Group
@@ -32,7 +29,6 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
-
 
 _64_BITS = (1 << 64) - 1
 

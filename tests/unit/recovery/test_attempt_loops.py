@@ -16,6 +16,7 @@ from totalreduce.recovery import runs as module
 from totalreduce.recovery.attempts import Attempt, Attempts
 from totalreduce.recovery.copies import ShardCopies
 from totalreduce.recovery.epochs import Epochs
+from totalreduce.recovery.runs import Runs
 from totalreduce.recovery.sampler import ElasticSampler
 from totalreduce.recovery.snapshots import Snapshots
 from totalreduce.recovery.state import State
@@ -112,7 +113,7 @@ def test_a_job_that_the_others_have_ended(monkeypatch: pytest.MonkeyPatch, is_co
     monkeypatch.setattr(module, "open_assembly", lambda *_: assembly)
     monkeypatch.setattr(Epochs, "enter", enter)
     groups = SimpleNamespace(form=group_of, leave=lambda _: None)
-    loop = iter(Attempts(make_state(), groups, timeout_s=1.0))
+    loop = iter(Runs(Attempts(make_state()), groups, 1.0, ""))
     with next(loop) as attempt:
         if not is_complete:
             raise PeerLost(1, "gone")
@@ -127,9 +128,9 @@ def test_a_job_that_the_others_have_ended(monkeypatch: pytest.MonkeyPatch, is_co
 def test_a_body_outside_of_the_attempt_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TOTALREDUCE_ON_LOSS", raising=False)
     monkeypatch.setattr(Attempts, "level", lambda *_, **__: None)
-    membership = SimpleNamespace(form=group_of)
+    groups = SimpleNamespace(form=group_of)
     with pytest.raises(ConfigurationError, match="with attempt"):
-        for _ in Attempts(make_state(), membership, timeout_s=1.0):
+        for _ in Runs(Attempts(make_state()), groups, 1.0, ""):
             pass
 
 
@@ -234,7 +235,7 @@ def test_a_step_that_is_repeated_finds_buffers_and_values_as_they_were_after_the
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     state = State(model=model, optimizer=optimizer, scheduler=scheduler, total=0)
-    attempts = Attempts(state, SimpleNamespace(), timeout_s=1.0, verify=False)
+    attempts = Attempts(state, verify=False)
 
     def forward() -> None:
         model(torch.randn(4, 2))
@@ -281,7 +282,7 @@ def test_a_loss_while_an_attempt_is_levelled_keeps_the_buffers_that_came_from_an
     """The rank has then the parameters of the other rank, and must not get its own old buffers again."""
     model = torch.nn.BatchNorm1d(2)
     state = State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    attempts = Attempts(state, SimpleNamespace(), timeout_s=1.0)
+    attempts = Attempts(state)
     monkeypatch.setattr("totalreduce.recovery.attempts.compare_states", lambda *_: None)
     attempts.level(group_of(), has_state=False, decision=None)
     with attempts.begin(group_of(), None, 0) as attempt:
