@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from totalreduce.launch.local import run_workers
-from totalreduce.launch.recovery import RecoveryOptions
+from totalreduce.launch.restarts import RecoveryOptions
 
 PROGRAM = Path(__file__).parent / "programs" / "recoverable.py"
 

@@ -10,7 +10,7 @@ import pytest
 from tests.processes.recovery_runs import Run
 
 from totalreduce.launch.address import towards
-from totalreduce.launch.recovery import Keeper
+from totalreduce.launch.keeper_process import JobFinished, KeeperProcess, ValuesRefused
 from totalreduce.launch.workers import free_port
 from totalreduce.recovery.assembly import ENDED, FINISHED, accusation_key
 from totalreduce.recovery.launcher_store import LauncherStore
@@ -22,20 +22,20 @@ def keeper_at(warm_python):
 
         def start(address):
             port = free_port()
-            keeper = Keeper([], address, port, 2, dict(os.environ))
+            keeper = KeeperProcess([], address, port, 2, dict(os.environ))
             stack.callback(keeper.close)
             return keeper, port
 
         yield start
 
 
-def words_of(keeper, count, timeout_s=20.0):
-    words, give_up_at = [], time.monotonic() + timeout_s
-    while len(words) < count:
-        assert time.monotonic() < give_up_at, words
-        words += keeper.read()
+def events_of(keeper, count, timeout_s=20.0):
+    events, give_up_at = [], time.monotonic() + timeout_s
+    while len(events) < count:
+        assert time.monotonic() < give_up_at, events
+        events += keeper.read()
         time.sleep(0.005)
-    return words
+    return events
 
 
 def is_open(address, port):
@@ -53,12 +53,12 @@ def test_the_keeper_listens_at_its_address_and_is_told_of_the_end_of_the_job(kee
     assert [is_open(address, port) for address in ("127.0.0.1", *others)] == [True] + [False] * len(others)
     keeper.has_ended(1, 0, finished=False)
     store.set_lasting(accusation_key(0), "garbage")
-    assert words_of(keeper, 1) == [{"refused": 1}]
+    assert events_of(keeper, 1) == [ValuesRefused(1)]
     while store.text(ENDED) != '{"1": 0}':
         time.sleep(0.005)
     assert not store.is_set(FINISHED)
     keeper.has_ended(0, 0, finished=True)  # the rank had no connection when it ended
-    assert words_of(keeper, 1) == [{"finished": True}]
+    assert events_of(keeper, 1) == [JobFinished()]
     assert store.is_set(FINISHED)
 
 

@@ -11,7 +11,7 @@ import pytest
 from resumable_runs import RESUMABLE, last_version, processes, reports, samples, undisturbed, wait_for
 
 from totalreduce.launch.local import run_workers
-from totalreduce.launch.recovery import RecoveryOptions
+from totalreduce.launch.restarts import RecoveryOptions
 
 WITH_LOADER = Path(__file__).parent / "programs" / "loader_signals.py"
 SIZE = ["--samples", "480", "--epochs", "2"]

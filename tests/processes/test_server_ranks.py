@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from totalreduce.launch.local import run_workers
-from totalreduce.launch.recovery import RecoveryOptions
+from totalreduce.launch.restarts import RecoveryOptions
 
 TWO_SERVERS = """
 import os

@@ -16,7 +16,7 @@ import pytest
 from tests.processes.recovery_runs import Run
 
 from totalreduce.launch.local import run_workers
-from totalreduce.launch.recovery import RecoveryOptions
+from totalreduce.launch.restarts import RecoveryOptions
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "torch_fsdp_recovery.py"

@@ -19,7 +19,7 @@ from totalreduce.recovery.assembly import BEGUN, ENDED, FINISHED, Assembly
 from totalreduce.recovery.launcher_store import FIRST_EPOCH, PREFIX, LauncherStore
 from totalreduce.recovery.membership import Decision, Policy, Report
 
-#: The number of epochs that a store which begins anew passes over (``launch.recovery``).
+#: The number of epochs that a store which begins anew passes over (``launch.restarts``).
 EPOCHS_UNSEEN = 1000
 
 

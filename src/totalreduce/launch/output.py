@@ -1,7 +1,8 @@
 """The output of the workers: marked with the rank, left to rank 0, written to files, or captured.
 
-A worker's stream arrives in arbitrary pieces, which ``lines`` turns into lines. A :class:`Relay` writes the lines of
-all workers of a run. No fault of the place where they go ends the run, or holds it up (``observe/reporting.py``).
+A worker's stream arrives in arbitrary pieces, which ``lines`` turns into lines. An :class:`OutputSink` writes the
+lines of all workers of a run. No fault of the place where they go ends the run, or holds it up
+(``observe/reporting.py``).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from totalreduce.launch.lines import LineStream, Piece, Printer, Tail
 from totalreduce.launch.workers import Target
 from totalreduce.observe.reporting import ReportWriter, is_of_place, open_report
 
-__all__ = ["Output", "Relay", "Streams", "open_relay"]
+__all__ = ["Output", "OutputSink", "Streams", "open_sink"]
 
 Output = Literal["all", "rank0", "capture"] | Path
 """``all``: every line, marked with its rank. ``rank0``: rank 0's output as it is; of the other ranks only the last
@@ -138,8 +139,8 @@ def _same_file(one: IO[str] | None, other: IO[str] | None) -> bool:
     return (first.st_dev, first.st_ino) == (second.st_dev, second.st_ino)
 
 
-class Relay:
-    """Keeps the last errors of every rank, and shows nothing: the base of the four relays.
+class OutputSink:
+    """Keeps the last errors of every rank, and shows nothing: the base of the four sinks.
 
     Attributes:
         targets: Standard output and standard error for the worker of each rank.
@@ -192,7 +193,7 @@ class Relay:
         return [], []
 
 
-class _Marked(Relay):
+class _Marked(OutputSink):
     """Shows every line of every rank on the launcher's own streams, behind the rank."""
 
     def __init__(self, num_workers: int, streams: Streams) -> None:
@@ -228,7 +229,7 @@ class _Marked(Relay):
         self._printers[is_error].show(piece, self._prefixes[is_error][rank], (rank, is_error))
 
 
-class _RankZero(Relay):
+class _RankZero(OutputSink):
     """Shows rank 0's output as it is. It inherits terminals of the launcher: its progress bars work as always.
 
     Other streams get its output from the launcher, so that a full disk or a closed pipe does not end rank 0. So does a
@@ -247,7 +248,7 @@ class _RankZero(Relay):
             self._streams.writers[is_error].write(data)
 
 
-class _Captured(Relay):
+class _Captured(OutputSink):
     """Keeps all output in memory, the last 64 MiB of each stream."""
 
     def __init__(self, num_workers: int, streams: Streams) -> None:
@@ -263,7 +264,7 @@ class _Captured(Relay):
         return output, errors
 
 
-class _Files(Relay):
+class _Files(OutputSink):
     """Writes both streams of each worker, in their order, to a file of its own.
 
     The workers write into pipes: a worker that writes to a full disk gets an error, which would end most programs.
@@ -299,8 +300,8 @@ class _Files(Relay):
             self._streams.note(sentence)
 
 
-def open_relay(output: Output, num_workers: int, streams: Streams) -> Relay:
-    """Return the relay for an output mode.
+def open_sink(output: Output, num_workers: int, streams: Streams) -> OutputSink:
+    """Return the sink for an output mode.
 
     Raises:
         ConfigurationError: The mode is unknown, or the folder cannot be written.

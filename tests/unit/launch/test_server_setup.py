@@ -12,7 +12,7 @@ from totalreduce.foundation.environment import read_settings, read_world
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError
 from totalreduce.launch.hosts import Place
 from totalreduce.launch.local import EmulateOptions, run_workers
-from totalreduce.launch.recovery import RecoveryOptions
+from totalreduce.launch.restarts import RecoveryOptions
 from totalreduce.launch.workers import common_environment, seat_environment
 from totalreduce.recovery.epochs import open_assembly
 from totalreduce.server.optimizers import Optimizer

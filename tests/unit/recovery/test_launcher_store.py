@@ -6,7 +6,7 @@ import pytest
 from torch.distributed import HashStore
 
 from totalreduce.foundation.errors import ProtocolError
-from totalreduce.launch.recovery import RecoveryOptions, Restarts
+from totalreduce.launch.restarts import RecoveryOptions, Restarts
 from totalreduce.recovery.accusation import Accusation
 from totalreduce.recovery.assembly import BEGUN, FINISHED, WAITING, Assembly, accusation_key, decision_key
 from totalreduce.recovery.keeper import Watch

@@ -10,7 +10,7 @@ import torch
 
 from totalreduce.foundation.environment import read_settings
 from totalreduce.foundation.errors import ConfigurationError, PeerLost, RecoveryError
-from totalreduce.launch.recovery import RecoveryOptions, Restarts, worker_variables
+from totalreduce.launch.restarts import RecoveryOptions, Restarts, worker_variables
 from totalreduce.pytorch.optimizer import DistributedOptimizer
 from totalreduce.recovery.dealing import batches_of, samples_of_step, steps_of
 from totalreduce.recovery.epochs import Epochs
@@ -376,33 +376,43 @@ def start_again(restarts: Restarts, rank: int, now: float) -> None:
     restarts.started(rank, now)
 
 
+def goes_on_after_failure(restarts: Restarts, rank: int, num_running: int, now: float, *, by_signal: bool) -> bool:
+    restarts.failed(rank, now, by_signal=by_signal)
+    return restarts.survives(rank, num_running)
+
+
+def goes_on_after_displacement(restarts: Restarts, rank: int, num_running: int) -> bool:
+    restarts.displaced(rank)
+    return restarts.has_state(num_running)
+
+
 def test_workers_are_started_again_at_once_after_a_signal_and_later_after_an_error() -> None:
     restarts = restarts_of(RecoveryOptions(on_loss="replace", restarts=4), 2)
     for rank in range(2):
         restarts.started(rank, 0.0)
-    assert restarts.failed(0, 1, 5.0, by_signal=True)
+    assert goes_on_after_failure(restarts, 0, 1, 5.0, by_signal=True)
     assert restarts.due(5.0) == [0]
     start_again(restarts, 0, 5.0)
-    assert restarts.failed(1, 1, 5.0, by_signal=False)
+    assert goes_on_after_failure(restarts, 1, 1, 5.0, by_signal=False)
     assert (restarts.due(5.9), restarts.due(6.0)) == ([], [1])
     start_again(restarts, 1, 6.0)
-    assert restarts.failed(1, 1, 7.0, by_signal=False)
+    assert goes_on_after_failure(restarts, 1, 1, 7.0, by_signal=False)
     assert (restarts.due(8.9), restarts.due(9.0)) == ([], [1])
     start_again(restarts, 1, 9.0)
     assert restarts.incarnations == [1, 2]
-    assert restarts.failed(0, 1, 50.0, by_signal=False)
+    assert goes_on_after_failure(restarts, 0, 1, 50.0, by_signal=False)
     assert restarts.due(50.0) == [0], "it ran for long, so the program is not broken"
     assert restarts.is_pending
     start_again(restarts, 0, 50.0)
     assert (restarts.left, restarts.is_pending) == (0, False)
-    assert not restarts.failed(0, 1, 60.0, by_signal=True)
+    assert not goes_on_after_failure(restarts, 0, 1, 60.0, by_signal=True)
 
 
 def test_shrink_goes_on_without_restarts_down_to_the_minimum() -> None:
     restarts = restarts_of(RecoveryOptions(on_loss="shrink", restarts=0, min_ranks=2), 4)
-    assert restarts.failed(0, 3, 1.0, by_signal=True)
-    assert restarts.failed(1, 2, 1.0, by_signal=True)
-    assert not restarts.failed(2, 1, 1.0, by_signal=True)
+    assert goes_on_after_failure(restarts, 0, 3, 1.0, by_signal=True)
+    assert goes_on_after_failure(restarts, 1, 2, 1.0, by_signal=True)
+    assert not goes_on_after_failure(restarts, 2, 1, 1.0, by_signal=True)
 
 
 def test_of_two_ranks_that_accuse_each_other_one_is_ended() -> None:
@@ -431,11 +441,11 @@ def test_a_worker_that_loses_its_host_costs_no_restart() -> None:
     restarts = restarts_of(RecoveryOptions(on_loss="shrink", restarts=1), 3)
     for rank in range(3):
         restarts.started(rank, 0.0)
-    assert restarts.displaced(1, num_running=2)
+    assert goes_on_after_displacement(restarts, 1, num_running=2)
     assert (restarts.due(0.0), restarts.left, restarts.is_pending) == ([1], 1, False)
-    assert not restarts.displaced(0, num_running=0), "no process has the state of the job any more"
-    assert restarts.failed(2, 0, 5.0, by_signal=True)
-    assert restarts.displaced(0, num_running=0), "rank 2 is to be started again"
+    assert not goes_on_after_displacement(restarts, 0, num_running=0), "no process has the state of the job any more"
+    assert goes_on_after_failure(restarts, 2, 0, 5.0, by_signal=True)
+    assert goes_on_after_displacement(restarts, 0, num_running=0), "rank 2 is to be started again"
     assert restarts.due(5.0) == [2, 0, 1]
 
 
@@ -473,5 +483,5 @@ def test_after_the_end_nothing_is_started_again() -> None:
     for on_loss, goes_on in (("replace", False), ("shrink", False)):
         restarts = restarts_of(RecoveryOptions(on_loss=on_loss), 2)
         restarts.finished()
-        assert restarts.failed(0, 1, 1.0, by_signal=True) is goes_on
+        assert goes_on_after_failure(restarts, 0, 1, 1.0, by_signal=True) is goes_on
         assert not restarts.is_pending

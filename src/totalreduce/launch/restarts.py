@@ -1,38 +1,24 @@
-"""The launcher's part in recovery: which workers are started again, and the keeper's process.
-
-The keeper (``totalreduce.recovery.keeper``) serves the store in which the ranks decide who forms the next group. It is
-a process of its own, so that the launcher needs no torch, and so that it can live in an emulated host.
-"""
+"""Which workers of a run are started again after a failure, and with how few the run goes on."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO, Any, Literal, final
+from typing import Any, Literal, final
 
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.launch.workers import RECOVERY_VARIABLES, is_stopped
+from totalreduce.launch.workers import RECOVERY_VARIABLES
 
-__all__ = ["Keeper", "RecoveryOptions", "Restarts", "Seats", "event", "worker_variables"]
+__all__ = ["PAUSE_MAX_S", "SOON_S", "RecoveryOptions", "Restarts", "Seats", "event", "worker_variables"]
 
-#: A worker that exits with an error so soon after its start is started again only after a pause, which doubles.
-_SOON_S = 20.0
-_PAUSE_S, _PAUSE_MAX_S = 1.0, 30.0
-_KEEPER_PAUSE_S = 0.05
-#: How often the launcher looks whether the keeper is stopped, in seconds.
-_LOOK_S = 1.0
+#: A process that exits with an error so soon after its start is started again only after a pause, which doubles.
+SOON_S = 20.0
+_PAUSE_S = 1.0
+PAUSE_MAX_S = 30.0
 #: The number of epochs, the last ones, of which the accusations are known.
 _ACCUSED_EPOCHS = 64
-#: The number of epochs that ranks may have decided and the keeper has not told the launcher of, because it was lost. It
-#: tells them every 20 ms, and an epoch takes at least a millisecond.
-_EPOCHS_UNSEEN = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,34 +170,35 @@ class Restarts:
             self._vacant.update(self._later)
         self.has_begun = True
 
-    def displaced(self, rank: int, num_running: int) -> bool:
-        """Note that a worker has ended because of its host, which costs no restart; return whether the run goes on.
+    def displaced(self, rank: int) -> None:
+        """Have the seat of a worker that has lost its host wait for a slot of another host. That costs no restart."""
+        if not self._has_finished:
+            self._vacant.add(rank)
 
-        Its seat waits for a slot of another host. If no worker runs, nothing has the state of the job any more.
+    def has_state(self, num_running: int) -> bool:
+        """Return whether a worker has the state of the job, or will have it, or none needs it any more.
+
+        ``num_running`` is the number of workers that run or are just being started.
         """
-        if self._has_finished:
-            return True
-        self._vacant.add(rank)
-        return num_running + len(self._due) > 0
+        return self._has_finished or num_running + len(self._due) > 0
 
-    def failed(self, rank: int, num_running: int, now: float, *, by_signal: bool) -> bool:
-        """Note that a worker has failed; return whether the run goes on.
+    def failed(self, rank: int, now: float, *, by_signal: bool) -> None:
+        """Plan to start a worker that has failed again, if restarts are left.
 
         Args:
             rank: Its rank.
-            num_running: The number of workers that still run or are just being started.
             now: The time in seconds.
             by_signal: Whether a signal has ended it, so that its program is not to blame.
         """
-        if self._has_finished:
-            return False
-        if self.left > 0:
+        if self.is_possible:
             self.left -= 1
-            soon = not by_signal and now < self._started_at[rank] + _SOON_S
+            soon = not by_signal and now < self._started_at[rank] + SOON_S
             self._due[rank] = now + (self._pauses[rank] if soon else 0.0)
-            self._pauses[rank] = min(2 * self._pauses[rank], _PAUSE_MAX_S) if soon else _PAUSE_S
-            return True
-        return self.is_enough(num_running)
+            self._pauses[rank] = min(2 * self._pauses[rank], PAUSE_MAX_S) if soon else _PAUSE_S
+
+    def survives(self, rank: int, num_running: int) -> bool:
+        """Return whether the run goes on after ``failed``: the worker starts again, or the others are enough."""
+        return not self._has_finished and (rank in self._due or self.is_enough(num_running))
 
     def is_enough(self, num_running: int) -> bool:
         """Return whether the run goes on without a worker that has failed and is not started again."""
@@ -248,144 +235,6 @@ class Restarts:
         if len(self._accused) > _ACCUSED_EPOCHS:
             del self._accused[min(self._accused)]
         return True
-
-
-@final
-class Keeper:
-    """The process that serves the store of the ranks' decisions. If it is lost, another one is started.
-
-    Attributes:
-        pid: The id of the process.
-        starts: How often it was started again.
-        is_lost: Whether the process has ended, and no other one has been started yet.
-    """
-
-    def __init__(
-        self, prefix: Sequence[str], address: str, port: int, num_seats: int, environment: Mapping[str, str]
-    ) -> None:
-        """Start it.
-
-        Args:
-            prefix: A command before its own, for an emulated host.
-            address: Where the ranks reach it. It listens there only, if an interface has this address.
-            port: Its port.
-            num_seats: The number of seats.
-            environment: Its environment.
-        """
-        arguments = [address, str(port), str(num_seats)]
-        self._command = [*prefix, sys.executable, "-m", "totalreduce.recovery.keeper", *arguments]
-        self._environment = dict(environment)
-        #: What a new store must have, and the launcher knows.
-        self._known: dict[str, Any] = {"first_epoch": 1, "ended": {}, "begun": False, "finished": False}
-        self._due, self._pause_s, self._look_at = 0.0, _KEEPER_PAUSE_S, 0.0
-        self.starts = 0
-        self._start()
-
-    def _start(self) -> None:
-        self._process = subprocess.Popen(
-            [*self._command, json.dumps(self._known)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=self._environment,
-            start_new_session=True,
-        )
-        self.pid, self.is_lost, self._unread = self._process.pid, False, b""
-        os.set_blocking(self.output.fileno(), False)
-
-    @property
-    def output(self) -> IO[bytes]:
-        """Readable when the keeper has something to say, or has ended."""
-        assert self._process.stdout is not None
-        return self._process.stdout
-
-    def has_ended(self, seat: int, incarnation: int, *, finished: bool) -> None:
-        """Tell the ranks that a worker has ended; ``finished``: by coming to the end of the job."""
-        self._known["ended"][str(seat)] = incarnation
-        self._known["finished"] |= finished
-        if self.is_lost:
-            return
-        assert self._process.stdin is not None
-        try:
-            word = {"ended": [seat, incarnation], "finished": finished}
-            self._process.stdin.write(json.dumps(word).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            return  # the end of its output shows that it has ended
-
-    def read(self) -> list[dict[str, Any]]:
-        """Return what the keeper has said since the last call.
-
-        Raises:
-            EOFError: It has ended.
-        """
-        try:
-            data = os.read(self.output.fileno(), 65536)
-        except BlockingIOError:
-            return []
-        if not data:
-            raise EOFError
-        *lines, self._unread = (self._unread + data).split(b"\n")
-        words = [word for word in map(_json_of, lines) if isinstance(word, dict)]
-        for word in words:
-            if "epoch" in word and "members" in word:
-                self._known["first_epoch"] = word["epoch"] + 1
-            self._known |= {name: True for name in ("begun", "finished") if name in word}
-        return words
-
-    def lost(self, now: float) -> None:
-        """Note that the process has ended; another one is due after a pause, which doubles if it ends soon, too."""
-        self._reap()
-        self.is_lost = True
-        self._known["first_epoch"] += _EPOCHS_UNSEEN
-        self._pause(now)
-
-    def _pause(self, now: float) -> None:
-        if now > self._due + _SOON_S:
-            self._pause_s = _KEEPER_PAUSE_S
-        self._due = now + self._pause_s
-        self._pause_s = min(2 * self._pause_s, _PAUSE_MAX_S)
-
-    def start_again(self, now: float) -> bool:
-        """Start another process if one is due; return whether one was started."""
-        if now < self._due:
-            return False
-        try:
-            self._start()
-        except OSError:  # too many processes or open files, perhaps not for long
-            self._pause(now)
-            return False
-        self.starts += 1
-        return True
-
-    def end_if_stopped(self, now: float) -> None:
-        """Kill it if a signal such as SIGSTOP has stopped it: ranks would wait for the store. Looks once a second."""
-        if now >= self._look_at:
-            self._look_at = now + _LOOK_S
-            if is_stopped(self.pid):
-                self._process.kill()
-
-    def close(self) -> None:
-        """End it."""
-        if not self.is_lost:
-            self._reap()
-
-    def _reap(self) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(2.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self.output.close()
-
-
-def _json_of(line: bytes) -> object:
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None
 
 
 def worker_variables(options: RecoveryOptions, seats: Seats, address: str, port: int) -> dict[str, str]:
