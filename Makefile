@@ -22,7 +22,7 @@ endif
 # Torch would start a thread per core in every rank, and they would spin while they wait for each other.
 test check soak: export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check torch-suite gpu lint warm-kernels warm-tests triton-tests soak arm bench docs docs-look docs-serve interface tested-with dist release-notes clean
+.PHONY: demo test check torch-suite gpu lint unit-tests warm-kernels warm-tests triton-tests soak arm bench docs docs-look docs-serve interface tested-with dist release-notes clean
 demo: $(STAMP)
 	$(BIN)/totalreduce demo $(ARGS)
 
@@ -38,8 +38,11 @@ test:
 	$(PYTEST) -m "not slow and alone" tests/hosts $(shell grep -rl --include "test_*.py" "mark\.alone" tests/threads tests/processes)
 endif
 
-# Before a commit: style, types, layers, and the unit tests.
-check: lint
+# Before a commit: style, types and layers beside the unit tests.
+check: $(STAMP)
+	$(MAKE) --jobs 2 lint unit-tests
+
+unit-tests: $(STAMP)
 	$(PYTEST) -m "not slow" -n auto --maxprocesses 8 --dist worksteal tests/unit
 
 # PyTorch's own tests of torch.distributed, at world sizes 2, 3 and 4: what gloo passes must pass.

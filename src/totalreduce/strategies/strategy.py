@@ -15,7 +15,7 @@ from totalreduce.kernels.arrays import Array
 from totalreduce.sparse.actions import Action, Allreduce, Exchange
 from totalreduce.sparse.coded import coded_sum
 
-__all__ = ["ROUNDS", "Pending", "Replica", "RestartableSession", "Strategy", "StrategySession", "mean_of", "plain_mean"]
+__all__ = ["ROUNDS", "Pending", "Replica", "RestartableSession", "Strategy", "StrategySession", "mean_of"]
 
 #: What programs do with a strategy whose state ``tr.recoverable`` cannot keep.
 ROUNDS = "Or train in rounds of tr.attempts (docs/recovery-strategies.md, Rounds)"
@@ -159,18 +159,6 @@ class Strategy(ABC):
         It can if each exchange that is under way between two steps can be restarted, and not all steps are synchronous.
         """
         return ""
-
-
-def plain_mean(values: Array, weight: float, world_size: int) -> Generator[Action, Any, Array]:
-    """Return the mean of all ranks' values, weighted; the same bits on every rank. The values are overwritten.
-
-    If the weights of all ranks are zero, all ranks count alike.
-    """
-    weights = yield Allreduce(np.array([weight], np.float64))
-    total = float(weights[0])
-    values *= values.dtype.type(weight / total if total else 1 / world_size)
-    mean: Array = yield Allreduce(values)
-    return mean
 
 
 def mean_of(
