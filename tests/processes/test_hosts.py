@@ -443,7 +443,7 @@ with tr.ps.connect(tr.init(), num_keys=1000, replicas=2) as client:
     while not stop.exists() or served[-1:] != [[3, 4]]:
         client.push_range(0, 1000, ones).wait()
         client.clock()
-        servers = sorted({lane.server for lane in client._client._lanes.values()})
+        servers = sorted({queue.server for queue in client._client._queues.values()})
         served += [servers] if servers not in served[-1:] else []
         time.sleep(0.01)
     client.meet()

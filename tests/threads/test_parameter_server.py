@@ -548,7 +548,7 @@ def test_a_closed_connection_keeps_no_table() -> None:
         gc.collect()
         assert table() is None
         assert client._client._residual is None
-        assert client._client._lanes == {}
+        assert client._client._queues == {}
         return client.statistics().updates
 
     assert run_ranks(2, body) == [2, 2]
@@ -607,7 +607,7 @@ def test_many_words_about_what_a_request_waits_for() -> None:
                 pull = client.pull_range(0, 10, np.zeros(10, np.float32))
                 while not client._client.slow_workers():
                     time.sleep(0.01)
-                number = next(iter(client._client._lanes[0].unanswered))
+                number = next(iter(client._client._queues[0].unanswered))
                 goes_on = threading.Event()
                 client._events.put(goes_on.wait)
                 for clock in range(10_000):

@@ -35,10 +35,11 @@ from totalreduce.foundation.errors import (
 from totalreduce.foundation.forking import HomeProcess
 from totalreduce.recovery.epochs import ended_early
 from totalreduce.server.arguments import Keys, Values, array_of, keys_of, readable
-from totalreduce.server.client import PLAIN, Call, Client, Manner
+from totalreduce.server.client import Client
 from totalreduce.server.messages import Kind, Message, Spec
 from totalreduce.server.messenger import Messenger
 from totalreduce.server.renewal import Epoch, Renewal
+from totalreduce.server.requests import Call, PushOptions
 from totalreduce.server.saving import Origin, describe_snapshot
 from totalreduce.server.server import Server
 from totalreduce.tensors.compilation import never_compiled
@@ -47,6 +48,7 @@ __all__ = ["Connection", "ServerStatistics", "Ticket"]
 
 #: The seconds for which the end of the thread is waited for after an error.
 _END_S = 5.0
+_PLAIN = PushOptions()
 
 
 @final
@@ -238,7 +240,7 @@ class Connection:
             PeerLost: A rank was lost.
             GroupClosed: The connection or the group was closed.
         """
-        return self._start(Kind.PUSH, keys, values, None, Manner(lr, held, exact))
+        return self._start(Kind.PUSH, keys, values, None, PushOptions(lr, held, exact))
 
     def pull(self, keys: Keys, out: Values) -> Ticket:
         """Copy the values of keys into ``out``, which is contiguous; return at once. Arguments as for ``push``."""
@@ -301,7 +303,7 @@ class Connection:
             self._check_rate(lr)
         with self._lock:
             self._check_open()
-            return self._submit(self._client.push_withheld(Manner(lr)))
+            return self._submit(self._client.push_withheld(PushOptions(lr)))
 
     def assign(self, keys: Keys, values: Values) -> Ticket:
         """Set the values of keys; return at once. Arguments as for ``push``.
@@ -513,10 +515,10 @@ class Connection:
         raise DeadlineExceededError(f"servers have not answered a call within {patience_s:g} s")
 
     def _start(
-        self, kind: Kind, keys: Keys, values: Values | None, out: Values | None, manner: Manner = PLAIN
+        self, kind: Kind, keys: Keys, values: Values | None, out: Values | None, options: PushOptions = _PLAIN
     ) -> Ticket:
-        if manner.lr is not None:
-            self._check_rate(manner.lr)
+        if options.lr is not None:
+            self._check_rate(options.lr)
         pushed = None if values is None else readable(array_of("values", values))
         pulled = None if out is None else array_of("out", out)
         with self._lock:
@@ -526,8 +528,8 @@ class Connection:
                     raise ConfigurationError(f"keys are slice(begin, end), not {keys}")
                 begin = 0 if keys.start is None else checks.integer("begin", keys.start)
                 end = checks.integer("end", keys.stop)
-                return self._submit(self._client.on_range(kind, begin, end, pushed, pulled, manner))
-            return self._submit(self._client.on_keys(kind, readable(keys_of(keys)), pushed, pulled, manner))
+                return self._submit(self._client.on_range(kind, begin, end, pushed, pulled, options))
+            return self._submit(self._client.on_keys(kind, readable(keys_of(keys)), pushed, pulled, options))
 
     def _submit(self, call: Call) -> Ticket:
         self._flush()

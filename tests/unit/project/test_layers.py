@@ -244,7 +244,7 @@ LARGE = {
     "pytorch/reducer.py Reducer": (20, 17, "which ranks have data"),
     "relay/relay.py Relay": (23, 16, "what of its memory is free"),
     "runner/runner.py Runner": (31, 17, "how threads end"),
-    "server/client.py Client": (38, 18, "it cuts, encodes, filters, sends and sends again"),
+    "server/client.py Client": (35, 18, "it cuts, encodes, filters, sends and sends again"),
     "server/connection.py Connection": (42, 24, "lists, slices and bounds"),
     "server/dense.py ServerSteps": (37, 26, "who has the optimizer, and the rule"),
     "server/messenger.py Messenger": (13, 18, "the functions that it calls"),

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from totalreduce.foundation.errors import ProtocolError, RecoveryError
-from totalreduce.server.client import Call, Client
+from totalreduce.server.client import Client
 from totalreduce.server.clocks import FINISHED, Bounded, Consistency, Eventual, Sequential
 from totalreduce.server.handover import Plan, Standing
 from totalreduce.server.layout import Layout
 from totalreduce.server.messages import Form, Header, Kind, Message, Spec, mark_of
 from totalreduce.server.optimizers import Adam
 from totalreduce.server.placement import chains_of
+from totalreduce.server.requests import Call
 from totalreduce.server.server import Server
 from totalreduce.server.shard import Shard
 from totalreduce.server.table import Table
@@ -310,7 +311,7 @@ def test_shards_have_equal_shares_of_the_bytes_under_way(num_shards: int, of_eac
     sent = Counter(message.header.shard for _, message in client.outgoing())
     # 64 MiB in all are asked for, in requests of 512 KiB; 8 MiB are under way, and at least one request to each shard.
     assert sent == dict.fromkeys(range(num_shards), of_each)
-    assert all(len(lane.unsent) == 128 // num_shards - of_each for lane in client._lanes.values())
+    assert all(len(queue.unsent) == 128 // num_shards - of_each for queue in client._queues.values())
 
 
 @pytest.mark.parametrize("steps_are_atomic", [False, True])
@@ -328,7 +329,7 @@ def test_the_last_shard_has_all_bytes_under_way(steps_are_atomic: bool) -> None:
             under_way[header.shard] += 1
             if header.shard == 0:
                 values = np.zeros(header.end - header.begin, np.float32)  # of a range with other shards' keys in it
-                values = values[: client._lanes[0].unanswered[header.number].places.count]
+                values = values[: client._queues[0].unanswered[header.number].places.count]
                 answer = Header(Kind.DONE, shard=0, number=header.number, value_bytes=values.nbytes)
                 client.answer(0, Message(answer, None, values))
     assert under_way == {0: 64, 1: 16}

@@ -12,19 +12,20 @@ from totalreduce.codecs.half import Half
 from totalreduce.codecs.int8 import Int8
 from totalreduce.codecs.onebit import OneBit
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError
-from totalreduce.server.client import Call, Client, Manner
+from totalreduce.server.client import Client
 from totalreduce.server.clocks import Bounded, Consistency, Eventual, Sequential
 from totalreduce.server.early import EarlyBuckets
 from totalreduce.server.filters import KKT, Filter, Significant
 from totalreduce.server.layout import Layout
 from totalreduce.server.messages import Form, Header, Kind, Spec
 from totalreduce.server.optimizers import Sum
+from totalreduce.server.requests import Call, PushOptions
 from totalreduce.server.server import Server
 from totalreduce.server.shard import Shard, _Kept
 from totalreduce.server.table import Table
 
 F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
-HELD = Manner(is_held=True)
+HELD = PushOptions(is_held=True)
 
 
 class Rig:
@@ -107,7 +108,7 @@ def test_codes_of_listed_keys_and_residuals_are_what_was_pushed(codec: Codec) ->
 def test_what_is_pushed_exactly_has_no_code() -> None:
     rig, keys = Rig(Spec(2000, 1, F32, OneBit())), np.arange(0, 2000, 3)
     values = np.linspace(-1, 1, len(keys), dtype=np.float32)
-    rig.carry(rig.clients[0].on_keys(Kind.PUSH, keys, values, None, Manner(is_exact=True)))
+    rig.carry(rig.clients[0].on_keys(Kind.PUSH, keys, values, None, PushOptions(is_exact=True)))
     np.testing.assert_array_equal(rig.values()[keys, 0], values)
     assert not rig.clients[0]._residual.values.any()
 

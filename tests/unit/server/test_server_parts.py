@@ -15,11 +15,12 @@ from totalreduce.codecs.int8 import Int8
 from totalreduce.codecs.ternary import Ternary
 from totalreduce.codecs.topk import Topk
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError, RefusedError
-from totalreduce.server.client import Call, Client
+from totalreduce.server.client import Client
 from totalreduce.server.clocks import FINISHED, Bounded, Eventual, Sequential, VectorClock
 from totalreduce.server.layout import Layout
 from totalreduce.server.messages import HEADER, WINDOW, Form, Header, Kind, Lru, Message, Spec, digest_of
 from totalreduce.server.optimizers import Sum
+from totalreduce.server.requests import Call
 from totalreduce.server.server import Server
 from totalreduce.server.shard import Shard, read_waiting
 from totalreduce.server.table import Table
@@ -204,7 +205,7 @@ def test_lists_are_shared_between_workers_and_asked_for() -> None:
     server, clients = pair()
     keys, out = np.array([5, 7, 4999]), np.empty((3, 2), np.float32)
     carry(server, clients, 0, clients[0].on_keys(Kind.PUSH, keys, rows(3, 2), None))
-    clients[1]._lanes[0].lists.put(digest_of(keys.astype(np.int32)), True, 1)  # as if it had used it long ago
+    clients[1]._queues[0].lists.put(digest_of(keys.astype(np.int32)), True, 1)  # as if it had used it long ago
     assert carry(server, clients, 1, clients[1].on_keys(Kind.PULL, keys, None, out)).is_done
     np.testing.assert_array_equal(out, rows(3, 2))
     assert clients[1].lists == {"digest": 1}
