@@ -14,8 +14,9 @@ lost. The carrier reports its progress (``Carrying.advanced``), and hears of its
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Set as AbstractSet
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from totalreduce.engine.counters import Counters
 from totalreduce.engine.early import NO_FRAMES, EarlyRecord
@@ -34,6 +35,9 @@ from totalreduce.foundation.observer import Observer
 __all__ = ["Carrier", "Carrying", "Life"]
 
 _Key = tuple[int, int]
+#: Names whose carriages are kept. One of the fast lane has some two KiB. The lane has two entries for half of them; the
+#: others take entries that are free at the moment.
+_KEPT_MAX: Final = 1024
 
 
 class Carrier:
@@ -91,6 +95,7 @@ class Carrying:
 
     __slots__ = (
         "_counters",
+        "_kept",
         "_life",
         "_members",
         "_observers",
@@ -117,10 +122,12 @@ class Carrying:
         self._observers, self._counters = observers, counters
         self.carriers: list[Carrier] = []
         self.carried: dict[Operation, Carriage] = {}
+        #: Names whose records have a carriage; the one that was used longest ago comes first.
+        self._kept: OrderedDict[NameRecord, None] = OrderedDict()
 
     # ------------------------------------------------------------------------------------------------ for the engine
 
-    def take(self, operation: Operation, early: EarlyRecord) -> bool:
+    def take(self, operation: Operation, record: NameRecord, early: EarlyRecord) -> bool:
         """Offer an operation that was just submitted to the carriers; return whether one has taken it.
 
         It is not offered if another rank needs a message about it: because that rank has sent one, because it has asked
@@ -134,8 +141,22 @@ class Carrying:
             carriage = carrier.take(operation)
             if carriage is not None:
                 operation.carriage = self.carried[operation] = carriage
+                self._keep(record, carriage)
                 return True
         return False
+
+    def _keep(self, record: NameRecord, carriage: Carriage) -> None:
+        """Keep a carriage for the next operation of its name; forget that of a name that was not used for long.
+
+        Operations without a name may be in flight at the same time, and a name that is used once has no next one.
+        """
+        if record.is_numbered or self._table.names.by_id.get(record.op_id) is not record:
+            return
+        record.carriage = carriage
+        self._kept[record] = None
+        self._kept.move_to_end(record)
+        if len(self._kept) > _KEPT_MAX:
+            self._kept.popitem(last=False)[0].carriage = None
 
     def may_be_taken(self, operation: Operation) -> bool:
         """Return whether another rank may have given such an operation to a carrier, and sends no message of it."""
@@ -229,6 +250,19 @@ class Carrying:
         self._counters.bytes_received += carriage.bytes_received
 
     # --------------------------------------------------------------------------- operations that begin without a record
+
+    def find(self, submission: Submission) -> Carriage | None:
+        """Return the carriage of the last operation of a name, if the submitted operation is of the same layout.
+
+        Any thread may call it.
+        """
+        record = self._table.names.by_name.get((submission.scope, submission.name))
+        if record is None or record.carriage is None or record.layout is None or submission.repeats:
+            return None
+        signature, ranks = record.layout.signature, submission.ranks
+        if signature is not submission.signature and signature != submission.signature:
+            return None
+        return record.carriage if ranks is None or ranks == record.layout.ranks else None
 
     def begin_again(self, layout: OperationLayout, op_id: int) -> _Key | None:
         """Reserve the next iteration of a name for an operation that only a carrier knows; return its key.

@@ -238,7 +238,7 @@ class Engine:
         if early.failure is not None:
             self.reception.drop(self.reception.floating.claim(key))
             self._end(operation, now, _by_own_name(operation, early.failure))
-        elif not self.carrying.take(operation, early):
+        elif not self.carrying.take(operation, record, early):
             self.start(operation, record, early, now)
         # Only point-to-point messages set ``repeats``, and their ``ranks`` are (source, target). A receive has used up
         # one iteration of its name. The source's next message of this name may have arrived already, and a waiting

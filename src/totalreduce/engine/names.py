@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from totalreduce.engine.layout import OperationLayout
+from totalreduce.engine.operation import Carriage
 from totalreduce.foundation import checks
 from totalreduce.foundation.call_names import UNNAMED, call_name
 from totalreduce.foundation.errors import ConfigurationError
@@ -58,6 +59,8 @@ class NameRecord:
         next_iteration: How often the name was submitted here, modulo 2**32.
         seen: The value of ``next_iteration`` when the table last looked for idle names.
         layout: The layout of the last operation of the name.
+        carriage: What a carrier kept of the last operation of the name that a carrier has taken, so that the next one
+            can begin from it (``Carrying``).
         described: The layout that was described to the peers last; ``None``: the next one is described in any case.
         known_to: Peers that were told the name since the last mismatch.
         is_numbered: Whether it stands for all operations of the scope that have no name.
@@ -70,6 +73,7 @@ class NameRecord:
     next_iteration: int = 0
     seen: int = -1
     layout: OperationLayout | None = None
+    carriage: Carriage | None = None
     described: OperationLayout | None = None
     known_to: set[int] = field(default_factory=set)
     is_numbered: bool = False
@@ -93,12 +97,13 @@ class NameTable:
 
     Attributes:
         by_id: The records by id; others only read it.
+        by_name: The records by scope and name; others only read it.
     """
 
     def __init__(self, active: Collection[tuple[int, int]]) -> None:
         """Begin without names. ``active``: the keys of the operations in flight."""
         self.by_id: dict[int, NameRecord] = {}
-        self._by_name: dict[tuple[str, str | None], NameRecord] = {}
+        self.by_name: dict[tuple[str, str | None], NameRecord] = {}
         self._active, self._idle = active, Counts()
         self._limit = self._new_records = _NEW_RECORDS
         self._num_returned = 0
@@ -124,7 +129,7 @@ class NameTable:
         Raises:
             ConfigurationError: The name is too long, there are too many, or two of them have the same id.
         """
-        record = self._by_name.get((scope, name))
+        record = self.by_name.get((scope, name))
         if record is not None:
             return record
         text = scope + (UNNAMED if name is None else f"n:{name}")
@@ -141,7 +146,7 @@ class NameTable:
         self._num_returned += count is not None
         shown = name if name is not None else f"calls {place}" if place else UNNAMED
         record = NameRecord((scope, name), shown, text, op_id, count or 0, is_numbered=name is None)
-        self._by_name[record.place] = self.by_id[op_id] = record
+        self.by_name[record.place] = self.by_id[op_id] = record
         return record
 
     def get(self, op_id: int) -> NameRecord | None:
@@ -171,7 +176,7 @@ class NameTable:
         ]
         self._idle.update({record.op_id: record.next_iteration for record in idle})
         for record in idle:
-            del self.by_id[record.op_id], self._by_name[record.place]
+            del self.by_id[record.op_id], self.by_name[record.place]
         for record in self.by_id.values():
             record.seen = record.next_iteration
         if 2 * self._num_returned > self._new_records:  # a program that uses many names in turn

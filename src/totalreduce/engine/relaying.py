@@ -190,7 +190,8 @@ class Relaying(Carrier):
             return None
         if layout.relay_plan is None:
             bytes_per_s = self._planner.selector.links.bytes_per_s
-            layout.relay_plan = plan_of(layout, self._outbox.bulk_peers, self._config, bytes_per_s) or False
+            plan = plan_of(layout, self._outbox.bulk_peers, self._config, bytes_per_s)
+            layout.relay_plan = False if plan is None else plan
         return layout.relay_plan or None
 
     def hand_over(self, now: float) -> None:

@@ -132,6 +132,7 @@ class _Plan:
         self.stage_classes = board.classes(2 * published if is_whole else int(block[HEAD.stage_bytes]))
         block[HEAD.ranks], block[HEAD.me] = size, me
         block[HEAD.adds], block[HEAD.gathers], block[HEAD.is_cut] = adds, gathers, not blocks
+        # An operation that adds nothing moves elements of any type, and reads neither the kind nor the reduction.
         block[HEAD.kind], block[HEAD.itemsize] = KINDS.get(layout.dtype, FLOAT32), itemsize
         block[HEAD.reduction] = REDUCTIONS.get(signature.reduction, SUM)
         block[HEAD.divisor] = size if signature.reduction is ReduceOp.AVG else 1
@@ -454,7 +455,10 @@ class FastLane(Carrier):
         plan = carriage.plan
         if not carriage.ended:
             return None
-        if (carriage.given_back or not (plan.is_whole or carriage.stage is None)) and not carriage.is_read:
+        # The halves of a stage are used in turn, so that no rank reads the next one (``repeat``); the pieces of a stage
+        # are not. Nor does that hold if not all ranks have announced the last operation.
+        uses_halves = plan.is_whole or carriage.stage is None
+        if (not uses_halves or carriage.given_back) and not carriage.is_read:
             return None
         other = carriage.other
         if (other is None or self._entries[other] is not carriage) and not self._take_other(carriage):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, Protocol, final
 
 import torch
@@ -107,12 +106,17 @@ class Backend(Protocol):
 @final
 @never_compiled
 class _Known:
-    """An allreduce that was checked, for further ones of its name with the same arguments.
+    """The last allreduce of a name, which was checked, for further ones with the same arguments.
 
     It keeps no tensor, and no memory of one.
+
+    Attributes:
+        submission: What is submitted again.
+        patience_s: The time-out of ``Work.wait``, in seconds.
+        is_idle: Whether the last operation has ended well: then nothing needs its memory any more.
     """
 
-    __slots__ = ("_op", "_options", "_place", "_shape", "_tensor", "_type", "name", "patience_s", "submission")
+    __slots__ = ("_op", "_options", "_place", "_shape", "_tensor", "_type", "is_idle", "patience_s", "submission")
 
     def __init__(
         self,
@@ -124,13 +128,14 @@ class _Known:
         patience_s: float,
     ) -> None:
         self._tensor, self._op, self._options, self._place = weakref.ref(tensor), op, options, place
-        self._shape, self._type, self.name = tensor.shape, tensor.dtype, place.name
-        self.submission, self.patience_s = submission, patience_s
+        self._shape, self._type = tensor.shape, tensor.dtype
+        self.submission, self.patience_s, self.is_idle = submission, patience_s, False
 
     def fits(self, tensor: torch.Tensor, op: ReduceOp, options: Options) -> bool:
-        """Return whether the arguments are the same, and the tensor lies where it did."""
+        """Return whether it is idle, the arguments are the same, and the tensor lies where it did."""
         return (
-            self._tensor() is tensor
+            self.is_idle
+            and self._tensor() is tensor
             and self._op is op
             and self._options == options
             and tensor.data_ptr() == self._place.span.start
@@ -139,9 +144,13 @@ class _Known:
             and is_plain(tensor)
         )
 
+    def end(self) -> None:
+        """Note that the operation has ended well."""
+        self.is_idle = True
+
     def operation(self, tensor: torch.Tensor) -> CheckedOperation:
-        """Return the operation on the tensor, for which ``fits`` has returned true."""
-        submission = self.submission
+        """Return the next operation on the tensor, for which ``fits`` has returned true."""
+        submission, self.is_idle = self.submission, False
         return CheckedOperation(submission.signature, submission.buffers, Operands.again(self._place, tensor), tensor)
 
 
@@ -155,32 +164,28 @@ class EngineBackend:
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
         self._rank, self._size = operations.rank, operations.world_size
-        #: By name: the last allreduce, if it has ended well and none is in flight.
+        #: By name: the last allreduce; the name that was new first comes first.
         self._known: OrderedDict[str, _Known] = OrderedDict()
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp, options: Options) -> Work:
         name = options.name
-        known = self._known.pop(name, None) if isinstance(name, str) else None
+        known = self._known.get(name) if isinstance(name, str) else None
         if known is not None and known.fits(tensor, op, options):
             operation = known.operation(tensor)
         else:
             operation = checked.reduction(
                 OpKind.ALLREDUCE, tensor, options.shown, op=op, root=0, algorithm=options.algorithm, writes=True
             )
-            place = None if name is None or operation.operands is None else operation.operands.place
-            if place is None:
+            place = None if operation.operands is None else operation.operands.place
+            if name is None or place is None:
                 return self._submit(operation, options)
             submitted = self._operations.submission(operation, name, options.priority, options.timeout_s)
-            known = _Known(tensor, op, options, place, *submitted)
+            known = self._known[name] = _Known(tensor, op, options, place, *submitted)
+            if len(self._known) > _KNOWN_MAX:
+                self._known.popitem(last=False)
         assert operation.operands is not None
-        operation.operands.then = functools.partial(self._learn, known)
+        operation.operands.then = known.end
         return self._operations.start(operation, known.submission, known.patience_s)
-
-    def _learn(self, known: _Known) -> None:
-        """Note an allreduce that has ended well: then nothing needs its memory any more."""
-        if len(self._known) >= _KNOWN_MAX:
-            self._known.popitem(last=False)
-        self._known[known.name] = known
 
     def prepare_allreduce(self, tensor: torch.Tensor, op: ReduceOp, options: Options) -> PreparedOperation:
         name, algorithm = options.shown, options.algorithm
@@ -245,31 +250,24 @@ class EngineBackend:
 class _UnorderedReductions:
     """``PlannedReductions`` by the engine, which needs no order and no rounds.
 
-    A tensor is checked and prepared when it is submitted for the first time, and started again in later rounds.
+    A tensor is checked and prepared when it is submitted for the first time. In later rounds the operation is started
+    again.
     """
 
     def __init__(self, operations: Operations, names: Sequence[str]) -> None:
         self._operations, self._names = operations, [checks.operation_name(name) for name in names]
-        self._tensors: list[Callable[[], torch.Tensor | None]] = [lambda: None] * len(names)
         self._prepared: list[PreparedOperation | None] = [None] * len(names)
-        self._options: list[tuple[ReduceOp, int]] = [(ReduceOp.NONE, 0)] * len(names)
 
     def begin(self) -> None:
         """Nothing to prepare."""
 
     def submit(self, index: int, tensor: torch.Tensor, *, op: ReduceOp, priority: int) -> Work:
         prepared = self._prepared[index]
-        if (
-            prepared is None
-            or self._tensors[index]() is not tensor
-            or self._options[index] != (op, priority)
-            or not prepared.is_current
-        ):
+        if prepared is None or not prepared.is_allreduce_of(tensor, op, priority):
             name = self._names[index]
             signature = checked.reduction_signature(OpKind.ALLREDUCE, tensor, name, op=op)
             operation = checked.in_place(signature, tensor, name, repeats=True)
             prepared = self._prepared[index] = self._operations.prepare(operation, name, priority)
-            self._tensors[index], self._options[index] = weakref.ref(tensor), (op, priority)
         return prepared.start()
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from totalreduce.engine.submission import Submission
 from totalreduce.foundation import checks
 from totalreduce.foundation.call_names import UNNAMED
 from totalreduce.foundation.errors import ConfigurationError, GroupClosed
-from totalreduce.foundation.types import successor_name
+from totalreduce.foundation.types import ReduceOp, successor_name
 from totalreduce.groups import checked
 from totalreduce.groups.calling import call_here, origin_of_call, surroundings
 from totalreduce.groups.checked import CheckedOperation
@@ -343,6 +343,16 @@ class PreparedOperation:
         """Whether the tensor still has the memory that it had when the operation was prepared."""
         operands = self._operation.operands
         return operands is None or not operands.has_moved
+
+    def is_allreduce_of(self, tensor: torch.Tensor, op: ReduceOp, priority: int) -> bool:
+        """Return whether it is an allreduce of a tensor, which has the memory that it had, with these arguments."""
+        submission = self._submission
+        return (
+            self._operation.results is tensor
+            and submission.signature.reduction is op
+            and submission.priority == priority
+            and self.is_current
+        )
 
     def start(self) -> Work:
         """Submit the operation once more; return at once.

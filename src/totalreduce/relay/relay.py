@@ -4,9 +4,10 @@
 the function, takes operations of the engine, and reports the results to the ``RelayUser``. All methods are called by
 the thread that moves messages, while the function does not run; ``RelayedOperation`` may be used by any thread.
 
-A connection has one reader and one writer at any time. The function reads while this process is between two messages of
-the connection and some operation of the relay receives by it; otherwise ``Connection.incoming`` does. For writing the
-same holds of ``Connection.outgoing``.
+A connection has one reader and one writer at any time. The function reads a connection if an operation of the relay
+receives by it and the connection's half in Python (``Connection.incoming``) has no message half-way; otherwise the half
+reads. For writing the same holds of ``Connection.outgoing``. The most urgent message that this half has for the
+connection is the *rival* of the messages of the relay: both are sent in the order of ``Order``.
 """
 
 from __future__ import annotations
@@ -357,7 +358,7 @@ class _Line:
         words[at + CONNECTION.in_refused] = words[at + CONNECTION.in_got] = 0
         return header
 
-    def leave(self, operation: RelayedOperation) -> None:
+    def abandon(self, operation: RelayedOperation) -> None:
         """Have what is half-way of an operation that has failed read and forgotten, and sent to its end."""
         words, at = self._words, self._at
         if words[at + CONNECTION.in_lane] in operation.lanes:
@@ -608,7 +609,7 @@ class Relay:
             operation = self._failed.popleft()
             if self._operations.get(operation.number) is operation:
                 for line in self._lines.values():
-                    line.leave(operation)
+                    line.abandon(operation)
                 self._remove(operation)
         for line in [line for line in self._lines.values() if line.connection.sock.fileno() < 0]:
             self._forget(line)

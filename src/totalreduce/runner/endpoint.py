@@ -29,7 +29,6 @@ from totalreduce.foundation.header import Header
 from totalreduce.kernels import exchange
 from totalreduce.runner.callers import Callers
 from totalreduce.runner.handle import Begun, End, Handle
-from totalreduce.runner.repeated import KnownCarriages
 from totalreduce.schedules.actions import Mode
 from totalreduce.transports.base import Lease, Outgoing, Transport
 
@@ -105,7 +104,6 @@ class EngineEndpoint:
         lock: Held by every call into the engine.
         work: Notified when the computation thread has something to do.
         inline: Whether the thread that moves messages also carries out every computation.
-        known: What operations need that begin in the fast lane without a record in the engine.
         callers: The threads that submit operations without a name.
         leaving: Operations that have failed while messages of them were half-way out, and until when at most their
             completion waits until the transport reads their memory no more (``keep_rests``).
@@ -120,7 +118,6 @@ class EngineEndpoint:
         #: The handle of all operations that had ended well when they were submitted.
         self.ended = Handle()
         self.ended.complete(None)
-        self.known = KnownCarriages()
         self.callers = Callers()
         self.leaving: list[tuple[Operation, float]] = []
         self.lock = threading.Lock()

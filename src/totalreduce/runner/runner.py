@@ -32,6 +32,7 @@ from totalreduce.engine.engine import Engine
 from totalreduce.engine.operation import Operation, State
 from totalreduce.engine.stall import StallReport
 from totalreduce.engine.submission import Submission
+from totalreduce.fastlane.lane import LaneCarriage
 from totalreduce.foundation.errors import (
     ConfigurationError,
     DeadlineExceededError,
@@ -131,8 +132,8 @@ class Runner:
             self.gate.check()
         endpoint = self._endpoint
         try:
-            carriage = endpoint.known.find(submission)
-            if carriage is not None:
+            carriage = self.engine.carrying.find(submission)
+            if isinstance(carriage, LaneCarriage):
                 now = time.monotonic()
                 begun = self._moving_alone(endpoint.begin, submission, carriage, end)
                 if begun is endpoint.ended:
@@ -155,7 +156,6 @@ class Runner:
                 operation = handle.operation = self.engine.submit(submission, now, owner=handle)
                 if submission.name is None and not submission.once:
                     endpoint.callers.note(operation.key[0])
-                endpoint.known.learn(submission, operation)
                 wake = self._wakes_after_submission()
             if operation.carriage is not None and self._moving_alone(endpoint.announce, operation):
                 wake = wake and not operation.finished and operation.state is not State.WAITING

@@ -26,7 +26,7 @@ def what_is_kept(cluster: Cluster, rank: int) -> dict[str, int]:
     engine = cluster.engines[rank]
     names, signatures = engine.table.names, engine._signatures
     return {
-        "records": len(names) + len(names.once) + len(names._by_name),
+        "records": len(names) + len(names.once) + len(names.by_name),
         "told names": len(signatures._names),
         "descriptions": len(signatures._descriptions),
         "early": len(engine.table.early.records),
