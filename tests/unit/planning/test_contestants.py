@@ -12,7 +12,7 @@ from totalreduce.planning.contestants import make_strategy, parse_contestant, st
 from totalreduce.strategies.strategy import Strategy
 from totalreduce_benchmarks.strategies import bench_strategies
 
-PAGE = Path(__file__).parents[3] / "docs" / "strategies.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "strategies.md"
 CLASSES = {
     name: item
     for name, item in ((name, getattr(tr, name)) for name in tr.__all__)
