@@ -192,7 +192,7 @@ def make_replica(
     name = f"{method.text}, seed {seed}"
     wrapped = tr.DistributedOptimizer(optimizer, model, group=group, sync=sync, feedback=feedback, name=name)
     flush = _nothing if method.name in STRATEGIES else wrapped.flush_residuals
-    finish = getattr(wrapped.local_steps, "finish", _nothing) if method.name in STRATEGIES else _nothing
+    finish = getattr(wrapped.strategy_steps, "finish", _nothing) if method.name in STRATEGIES else _nothing
     return Replica(model, wrapped, schedule, flush, finish, wrapped.close)
 
 

@@ -60,7 +60,7 @@ def main() -> None:
             first = saved["step"]
             model.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
-            optimizer.local_steps.load_state(saved["strategy"])
+            optimizer.strategy_steps.load_state(saved["strategy"])
         last = min(options.steps, options.stop_at or options.steps)
         for step in range(first, last):
             inputs, targets = batch(group.rank, step)
@@ -69,7 +69,7 @@ def main() -> None:
             optimizer.step()
         options.folder.mkdir(parents=True, exist_ok=True)
         states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save({"step": last, "strategy": optimizer.local_steps.state(), **states}, file)
+        torch.save({"step": last, "strategy": optimizer.strategy_steps.state(), **states}, file)
         bits = itertools.chain.from_iterable(parameter.detach().numpy().tobytes() for parameter in model.parameters())
         digest = hashlib.sha256(bytes(bits)).hexdigest()[:16]
         print(f"rank {group.rank}: steps {first} to {last}, parameters {digest}", flush=True)

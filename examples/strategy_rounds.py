@@ -58,7 +58,7 @@ for attempt in tr.attempts(state, timeout=timedelta(minutes=30)):  # ranks may d
         inner.load_state_dict(copy.deepcopy(adam.state_dict()))  # it keeps the tensors that it is given
         sync = STRATEGIES[options.strategy]()
         optimizer = tr.DistributedOptimizer(inner, trained, group=attempt.group, sync=sync)
-        steps = optimizer.local_steps
+        steps = optimizer.strategy_steps
         for number in range(state.version, options.rounds):
             for step in range(number * options.steps, (number + 1) * options.steps):
                 inputs, targets = batch(attempt.group.rank, step)

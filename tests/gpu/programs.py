@@ -537,7 +537,7 @@ def methods(here):
         )
         figures[f"step with {name}, ms"] = 1e3 * here.train(model, optimizer)
         if name in strategies:
-            optimizer.local_steps.finish()
+            optimizer.strategy_steps.finish()
         assert {parameter.device for parameter in model.parameters()} == {here.device}
         here.check_equal(list(model.parameters()), f"parameters, {name}")
         optimizer.close()

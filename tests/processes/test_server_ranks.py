@@ -48,8 +48,8 @@ for sync in (None, tr.ParameterServer(optimizer="server"), tr.ParameterServer(op
         model(torch.randn(8, 7)).square().mean().backward()
         optimizer.step()
     if sync is not None:
-        optimizer.local_steps.finish()
-        assert optimizer.local_steps.statistics().updates == 0  # this rank serves nothing
+        optimizer.strategy_steps.finish()
+        assert optimizer.strategy_steps.statistics().updates == 0  # this rank serves nothing
     optimizer.close()
     bits.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach().numpy().tobytes())
 print("bits", len(set(bits)))
@@ -101,12 +101,12 @@ with torch.no_grad():
 sync = tr.ParameterServer(consistency=tr.ps.{rule}, replicas=2)
 inner = torch.optim.SGD(model.parameters(), lr=1.0)
 optimizer = tr.DistributedOptimizer(inner, model, group=group, sync=sync, overlap="{overlap}")
-for step in range(optimizer.local_steps.steps_taken, 150):
+for step in range(optimizer.strategy_steps.steps_taken, 150):
     optimizer.zero_grad()
     model(torch.full((1, 8), -2.0)).sum().backward()
     optimizer.step()
     time.sleep(0.02)
-optimizer.local_steps.finish()
+optimizer.strategy_steps.finish()
 print("values", *set(model.weight.flatten().tolist()))
 optimizer.close()
 group.close()

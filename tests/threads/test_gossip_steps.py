@@ -35,9 +35,9 @@ def test_the_mean_of_all_ranks_is_kept_while_they_take_different_numbers_of_step
                 pushed += torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
                 optimizer.step()
                 time.sleep(0.001)
-            optimizer.local_steps.finish()
+            optimizer.strategy_steps.finish()
         optimizer.close()
-        return flat(model) - before, pushed, optimizer.local_steps.exchanges
+        return flat(model) - before, pushed, optimizer.strategy_steps.exchanges
 
     results = run_ranks(world_size, body)
     assert all_equal([moved for moved, *_ in results])
@@ -58,9 +58,9 @@ def test_a_slow_rank_does_not_hold_the_others_up() -> None:
                 assert all(event.wait(20) for event in (ended[0], ended[2]))
             optimizer.step()
         ended[group.rank].set()
-        optimizer.local_steps.finish()
+        optimizer.strategy_steps.finish()
         optimizer.close()
-        return optimizer.local_steps.exchanges
+        return optimizer.strategy_steps.exchanges
 
     first, _, last = run_ranks(3, body)
     assert min(first, last) > 0  # the slow rank, which alone is asked, has answered in its steps
@@ -76,7 +76,7 @@ def test_training_comes_to_a_small_loss() -> None:
             optimizer.zero_grad()
             loss_of(model, shard(batch, group)).backward()
             optimizer.step()
-        optimizer.local_steps.finish()
+        optimizer.strategy_steps.finish()
         optimizer.close()
         return before, float(loss_of(model, batch).detach())
 
@@ -94,9 +94,9 @@ def test_the_end_can_be_waited_for_again() -> None:
             assert late.wait(20)
         else:
             with pytest.raises(DeadlineExceededError), impatient(group):
-                optimizer.local_steps.finish()
+                optimizer.strategy_steps.finish()
             late.set()
-        repeat_until_done(optimizer.local_steps.finish)
+        repeat_until_done(optimizer.strategy_steps.finish)
         optimizer.close()
 
     run_ranks(2, body)
@@ -125,7 +125,7 @@ def test_a_lost_rank_is_an_error_of_the_others() -> None:
 def test_an_error_of_the_thread_is_one_of_the_end() -> None:
     def body(group: Group) -> None:
         optimizer = gossip(group, Net())
-        steps = optimizer.local_steps
+        steps = optimizer.strategy_steps
         if group.rank == 0:
             steps._group.send(torch.zeros(8, dtype=torch.uint8), dst=1, tag=0).wait()  # no parameters
         else:

@@ -138,8 +138,8 @@ def test_ranks_compute_what_one_process_computes(sync: Strategy, world_size: int
     def body(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
         model, optimizer = trained(group, sync, 9)
         before = flat(model)
-        optimizer.local_steps.finish()
-        assert optimizer.local_steps.spread() == 0
+        optimizer.strategy_steps.finish()
+        assert optimizer.strategy_steps.spread() == 0
         optimizer.close()
         return before, flat(model)
 
@@ -162,7 +162,7 @@ def test_finish_that_ran_out_of_time_is_repeated() -> None:
         errors = 0
 
         def is_refused_meanwhile() -> None:
-            for call in (optimizer.step, optimizer.local_steps.state):
+            for call in (optimizer.step, optimizer.strategy_steps.state):
                 with pytest.raises(ConfigurationError, match=r"finish\(\) was interrupted"):
                     call()
             late[step].set()
@@ -170,14 +170,14 @@ def test_finish_that_ran_out_of_time_is_repeated() -> None:
         for step in range(5):
             if step in late and group.rank == 0:
                 with impatient(group):
-                    errors += repeat_until_done(optimizer.local_steps.finish, is_refused_meanwhile)
+                    errors += repeat_until_done(optimizer.strategy_steps.finish, is_refused_meanwhile)
             elif step in late:
                 assert late[step].wait(20)
-                optimizer.local_steps.finish()
+                optimizer.strategy_steps.finish()
             optimizer.zero_grad()
             (-model.weight * (group.rank + 1)).sum().backward()
             optimizer.step()
-        optimizer.local_steps.finish()
+        optimizer.strategy_steps.finish()
         return model.weight.item(), errors
 
     (first, errors), (second, _) = run_ranks(2, body)
@@ -188,10 +188,10 @@ def test_finish_that_ran_out_of_time_is_repeated() -> None:
 def test_finish_is_refused_while_steps_can_be_undone() -> None:
     def body(group: Group) -> None:
         model, optimizer = trained(group, DiLoCo(period=4, overlap=2), 3)
-        optimizer.local_steps.is_guarded = True
+        optimizer.strategy_steps.is_guarded = True
         before = flat(model)
         with pytest.raises(ConfigurationError, match=r"behind the block of tr\.recoverable"):
-            optimizer.local_steps.finish()
+            optimizer.strategy_steps.finish()
         torch.testing.assert_close(flat(model), before, rtol=0, atol=0)
         optimizer.close()
 
@@ -203,12 +203,12 @@ def test_a_state_that_was_saved_before_exchanges_could_be_restarted_is_loaded() 
 
     def body(group: Group) -> None:
         _, optimizer = trained(group, SlowMo(period=3), 4)
-        saved, shared = optimizer.local_steps.state(), optimizer.local_steps.shared()
+        saved, shared = optimizer.strategy_steps.state(), optimizer.strategy_steps.shared()
         assert list(saved["session"]["own"]) == ["rests"]
         del saved["under_way"], shared["under_way"]
-        optimizer.local_steps.load_state(saved)
-        optimizer.local_steps.load_shared(shared)
-        assert optimizer.local_steps.state()["steps"] == 4
+        optimizer.strategy_steps.load_state(saved)
+        optimizer.strategy_steps.load_shared(shared)
+        assert optimizer.strategy_steps.state()["steps"] == 4
         optimizer.close()
 
     run_ranks(2, body)
@@ -220,7 +220,7 @@ def test_finish_after_more_steps_than_other_ranks_is_an_error() -> None:
     def body(group: Group) -> None:
         _, optimizer = trained(group, LocalSGD(period=2), 2 + group.rank)
         with impatient(group):
-            optimizer.local_steps.finish()
+            optimizer.strategy_steps.finish()
 
     with pytest.raises(DeadlineExceededError, match="same number of steps"):
         run_ranks(2, body)
@@ -278,7 +278,7 @@ def test_averages_count_samples() -> None:
         for step in range(2):
             optimizer.zero_grad()
             (model.weight * -float(group.rank + 1)).sum().backward()
-            optimizer.local_steps.count_samples(10 * group.rank + step)
+            optimizer.strategy_steps.count_samples(10 * group.rank + step)
             optimizer.step()
         return model.weight.item()
 
@@ -293,10 +293,10 @@ def test_the_spread_is_the_largest_distance_between_ranks() -> None:
         torch.nn.init.zeros_(model.weight)
         torch.nn.init.zeros_(model.bias)
         optimizer = DistributedOptimizer(inner_of(model), model, group=group, sync=LocalSGD(period=5))
-        before = optimizer.local_steps.spread()
+        before = optimizer.strategy_steps.spread()
         model.weight.data[1, 2] = float(group.rank) - 1.0
         model.bias.data[0] = -0.5 * group.rank
-        return before, optimizer.local_steps.spread()
+        return before, optimizer.strategy_steps.spread()
 
     assert run_ranks(3, body) == [(0.0, 2.0)] * 3
 
@@ -322,8 +322,8 @@ def test_training_goes_on_from_saved_states_bit_by_bit(sync: Strategy) -> None:
         for batch in batches(end, dtype=torch.float32)[begin:]:
             optimizer.zero_grad()
             loss_of(model, shard(batch, group)).backward()
-            if hasattr(optimizer.local_steps, "count_samples"):
-                optimizer.local_steps.count_samples(group.rank + begin)
+            if hasattr(optimizer.strategy_steps, "count_samples"):
+                optimizer.strategy_steps.count_samples(group.rank + begin)
             optimizer.step()
 
     def made(group: Group) -> tuple[torch.nn.Module, DistributedOptimizer]:
@@ -333,7 +333,7 @@ def test_training_goes_on_from_saved_states_bit_by_bit(sync: Strategy) -> None:
     def body(group: Group) -> bool:
         model, optimizer = made(group)
         some_steps(group, model, optimizer, 0, 6)
-        states = model.state_dict(), optimizer.state_dict(), optimizer.local_steps.state()
+        states = model.state_dict(), optimizer.state_dict(), optimizer.strategy_steps.state()
         file = io.BytesIO()
         torch.save(states[:2], file)
         some_steps(group, model, optimizer, 6, 11)
@@ -345,7 +345,7 @@ def test_training_goes_on_from_saved_states_bit_by_bit(sync: Strategy) -> None:
         parameters, inner = torch.load(file)
         other.load_state_dict(parameters)
         fresh.load_state_dict(inner)
-        fresh.local_steps.load_state(torch.load(strategy_file))
+        fresh.strategy_steps.load_state(torch.load(strategy_file))
         some_steps(group, other, fresh, 6, 11)
         return torch.equal(flat(other), flat(model))
 
@@ -390,12 +390,12 @@ def test_a_guarded_step_that_is_undone_and_repeated_changes_no_bit(sync: Strateg
         for batch in batches(7, dtype=torch.float32):
             optimizer.zero_grad()
             loss_of(model, shard(batch, group)).backward()
-            if refused and optimizer.local_steps.state()["steps"] == 5:
+            if refused and optimizer.strategy_steps.state()["steps"] == 5:
                 before, guard.refuses = flat(model), True
                 with pytest.raises(PeerLost):
                     optimizer.step()
                 assert not torch.equal(flat(model), before)
-                optimizer.local_steps.undo()
+                optimizer.strategy_steps.undo()
                 torch.testing.assert_close(flat(model), before, rtol=0, atol=0)
                 guard.refuses = False
             optimizer.step()
@@ -422,7 +422,7 @@ def test_steps_go_on_in_a_group_with_fewer_ranks_and_with_new_ones() -> None:
         model = Net(DOUBLE)
         inner = torch.optim.SGD(model.parameters(), lr=1.0)
         optimizer = DistributedOptimizer(inner, model, group=group, sync=DiLoCo(period=2, outer=outer))
-        steps = optimizer.local_steps
+        steps = optimizer.strategy_steps
 
         def move(amount: float) -> float:
             before = flat(model).clone()
@@ -459,16 +459,16 @@ def test_states_of_others_are_refused_and_change_nothing() -> None:
     def body(group: Group) -> None:
         model = Net(DOUBLE)
         optimizer = DistributedOptimizer(inner_of(model), model, group=group, sync=DiLoCo(period=4))
-        present = optimizer.local_steps.state()
+        present = optimizer.strategy_steps.state()
         for other in (DiLoCo(period=4, fragments=2), LocalSGD(period=4), Gossip()):
             another = Net(DOUBLE)
             saved = DistributedOptimizer(inner_of(another), another, group=group, sync=other).local_steps.state()
             with pytest.raises(ConfigurationError, match=r"the state is not that of 'diloco'|a list of 2 at state\."):
-                optimizer.local_steps.load_state(saved)
+                optimizer.strategy_steps.load_state(saved)
         for broken in ({}, {**present, "steps": "4"}, {**present, "session": {}}):
             with pytest.raises(ConfigurationError, match=r"sync=|same settings"):
-                optimizer.local_steps.load_state(broken)
-        assert optimizer.local_steps.state()["steps"] == 0
+                optimizer.strategy_steps.load_state(broken)
+        assert optimizer.strategy_steps.state()["steps"] == 0
 
     run_ranks(2, body)
 
@@ -488,7 +488,7 @@ def test_a_step_that_ran_out_of_time_is_repeated_and_counts_once(sync: Strategy)
 
         def is_refused_meanwhile() -> None:
             with pytest.raises(ConfigurationError, match="interrupted"):
-                optimizer.local_steps.state()
+                optimizer.strategy_steps.state()
             with pytest.raises(ConfigurationError, match="interrupted"):
                 model.weight.sum().backward()
             late.set()
@@ -628,8 +628,8 @@ def test_a_step_that_a_grad_scaler_leaves_out_is_counted() -> None:
             scaler.step(optimizer)
             scaler.update()
             if scaler.get_scale() < scale:
-                optimizer.local_steps.stepped()
-        return scaler.get_scale(), optimizer.local_steps.state()["steps"], optimizer.local_steps.spread()
+                optimizer.strategy_steps.stepped()
+        return scaler.get_scale(), optimizer.strategy_steps.state()["steps"], optimizer.strategy_steps.spread()
 
     assert run_ranks(2, body) == [(1024.0, 4, 0.0), (512.0, 4, 0.0)]
 
@@ -655,7 +655,7 @@ def test_parameters_that_a_strategy_does_not_know_are_refused() -> None:
         model[1].requires_grad_(False)
         optimizer.replan()
         optimizer.step()
-        assert optimizer.local_steps.spread() == 0.0
+        assert optimizer.strategy_steps.spread() == 0.0
 
     run_ranks(2, body)
 
@@ -689,7 +689,7 @@ def test_what_does_not_fit_together_is_refused_on_every_rank() -> None:
         plain_model = Net(DOUBLE)
         plain = DistributedOptimizer(inner_of(plain_model), plain_model, group=group)
         with pytest.raises(ConfigurationError, match="no strategy"):
-            _ = plain.local_steps
+            _ = plain.strategy_steps
 
     for body in (other_parameters, other_settings, other_codecs, other_overlap):
         run_ranks(2, body)

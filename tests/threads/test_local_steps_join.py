@@ -74,7 +74,7 @@ def test_ranks_count_by_what_they_have_done(world_size: int, sync: tr.LocalSGD) 
         ends, lasts = [], []
         for epoch in range(2):
             for _ in range(number_of_steps(group.rank, epoch)):
-                optimizer.local_steps.count_samples(group.rank + 1)
+                optimizer.strategy_steps.count_samples(group.rank + 1)
                 step(model, optimizer, group.rank)
             lasts.append(optimizer.join())
             ends.append(flat(model))

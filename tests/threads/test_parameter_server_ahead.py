@@ -73,8 +73,8 @@ def train(group: Group, sync: object, kind: str, overlap: str) -> tuple[torch.Te
         optimizer.step()
         early.append(bool(optimizer._deferred.pending))
         schedule.step()
-    optimizer.local_steps.finish()
-    left = optimizer.local_steps.early_buckets if isinstance(optimizer.local_steps, ServerSteps) else -1
+    optimizer.strategy_steps.finish()
+    left = optimizer.strategy_steps.early_buckets if isinstance(optimizer.strategy_steps, ServerSteps) else -1
     optimizer.close()
     return flat(model), early, left
 
@@ -104,7 +104,7 @@ def test_where_servers_make_no_difference_it_is_the_synchronous_optimizer() -> N
 def test_each_layer_waits_for_its_own_values(optimizer: str) -> None:
     def body(group: Group) -> None:
         model, outer = ones(group, tr.ParameterServer(servers=[0], optimizer=optimizer))
-        steps = outer.local_steps
+        steps = outer.strategy_steps
         model(-1.0).backward()
         outer.step()
         assert weights(model) == [0.0] * 4
@@ -120,7 +120,7 @@ def test_each_layer_waits_for_its_own_values(optimizer: str) -> None:
         assert weights(model) == [1.0, 1.0, 0.0, 0.0]
         group.barrier()  # everything has been taken over behind it
         assert weights(model) == [1.0] * 4
-        outer.local_steps.finish()
+        outer.strategy_steps.finish()
         outer.close()
 
     run_ranks(2, body)
@@ -134,10 +134,10 @@ def test_what_needs_the_whole_step_waits_for_it(tmp_path: Path) -> None:
             outer.synchronize,
             outer.state_dict,
             model.state_dict,
-            lambda: outer.local_steps.save(tmp_path),
+            lambda: outer.strategy_steps.save(tmp_path),
             lambda: model.eval()(1.0),
             lambda: outer.step(lambda: model.train()(-1.0).backward()),
-            outer.local_steps.finish,
+            outer.strategy_steps.finish,
         ]
         num_steps = 0
         for call in calls:
@@ -150,7 +150,7 @@ def test_what_needs_the_whole_step_waits_for_it(tmp_path: Path) -> None:
             call()
             num_steps += call is calls[-2]
             assert weights(model) == [float(num_steps)] * 4
-        assert outer.local_steps.steps_taken == num_steps
+        assert outer.strategy_steps.steps_taken == num_steps
         outer.close()
 
     run_ranks(2, body)
@@ -167,7 +167,7 @@ def test_the_workers_optimizer_leaves_the_gradient_of_all_ranks(is_kept: bool) -
         if not is_kept:
             outer.zero_grad(set_to_none=False)
         outer.flush()
-        outer.local_steps.finish()
+        outer.strategy_steps.finish()
         outer.close()
         assert weights(model) == [2.0] * 4
         return [layer.weight.grad.item() for layer in model.layers]
@@ -184,7 +184,7 @@ def test_a_parameter_that_no_rank_has_used_stays_as_it_is() -> None:
             model.layers[3].weight.grad = None
         outer.step()
         outer.flush()
-        outer.local_steps.finish()
+        outer.strategy_steps.finish()
         outer.close()
         assert model.layers[2].weight.grad is None
         return weights(model)
@@ -203,7 +203,7 @@ def test_the_mean_of_others_is_not_the_gradient_of_the_next_step(optimizer: str)
             model(-1.0, 4 if (group.rank, step) == (1, 0) else 3).backward()
             outer.step()
         outer.flush()
-        outer.local_steps.finish()
+        outer.strategy_steps.finish()
         outer.close()
         return weights(model)
 
@@ -219,7 +219,7 @@ def test_gradients_of_the_last_step_are_not_kept(optimizer: str) -> None:
         outer.step()
         outer.zero_grad()
         outer.flush()
-        outer.local_steps.finish()
+        outer.strategy_steps.finish()
         outer.close()
         return [each() is None for each in gradients]
 
@@ -234,9 +234,9 @@ def test_a_step_that_is_left_out_follows_one_that_has_ended_early(optimizer: str
             outer.zero_grad()
             model(-1.0).backward()
             outer.step()
-            outer.local_steps.stepped()
+            outer.strategy_steps.stepped()
         outer.flush()
-        outer.local_steps.finish()
+        outer.strategy_steps.finish()
         outer.close()
         return weights(model)
 
@@ -259,7 +259,7 @@ def test_a_step_that_was_interrupted_when_it_had_asked_for_values_pushes_nothing
                     outer.step()
             outer.step(*[list] * with_closure)
         outer.flush()
-        outer.local_steps.finish()
+        outer.strategy_steps.finish()
         outer.close()
         return weights(model)
 
@@ -290,7 +290,7 @@ def test_an_interruption_of_a_copy_is_repaired(monkeypatch: pytest.MonkeyPatch) 
         model(-1.0).backward()
         outer.step()
         with monkeypatch.context() as patch:
-            patch.setattr(outer.local_steps.arriving._rows, "write", interrupt)
+            patch.setattr(outer.strategy_steps.arriving._rows, "write", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 model(-1.0)
         model(-1.0)
@@ -310,7 +310,7 @@ def test_a_step_that_was_to_wait_is_repeated_as_such() -> None:
         for layer in model.layers:
             layer.weight.grad = torch.full_like(layer.weight, -1.0)
         if group.rank == 0:
-            with pytest.raises(SlowWorkersError), impatient(group, client=outer.local_steps._client):
+            with pytest.raises(SlowWorkersError), impatient(group, client=outer.strategy_steps._client):
                 outer.step()
             with torch.no_grad():
                 model(1.0)
@@ -323,7 +323,7 @@ def test_a_step_that_was_to_wait_is_repeated_as_such() -> None:
         outer.zero_grad()
         model(-1.0).backward()
         outer.step()
-        repeat_until_done(outer.local_steps.finish)
+        repeat_until_done(outer.strategy_steps.finish)
         outer.close()
         assert weights(model) == [2.0] * 4
 
@@ -338,7 +338,7 @@ def test_a_forward_pass_that_ran_out_of_time_is_repeated() -> None:
         for step in range(3):
             outer.zero_grad()
             if group.rank == 0 and step == 2:
-                with pytest.raises(SlowWorkersError), impatient(group, client=outer.local_steps._client):
+                with pytest.raises(SlowWorkersError), impatient(group, client=outer.strategy_steps._client):
                     model(-1.0)
                 late.set()
             repeat_until_done(lambda: model(-1.0))
@@ -347,7 +347,7 @@ def test_a_forward_pass_that_ran_out_of_time_is_repeated() -> None:
                 assert late.wait(20)
             loss.backward()
             repeat_until_done(outer.step)
-        repeat_until_done(outer.local_steps.finish)
+        repeat_until_done(outer.strategy_steps.finish)
         outer.close()
         return weights(model)
 
@@ -363,7 +363,7 @@ def test_a_step_with_a_closure_that_ran_out_of_time_may_end_without_it() -> None
         outer.step()
         outer.zero_grad()
         if group.rank == 0:
-            with pytest.raises(SlowWorkersError), impatient(group, client=outer.local_steps._client):
+            with pytest.raises(SlowWorkersError), impatient(group, client=outer.strategy_steps._client):
                 outer.step(lambda: model(-1.0).backward())
             late.set()
             repeat_until_done(outer.step)
@@ -376,7 +376,7 @@ def test_a_step_with_a_closure_that_ran_out_of_time_may_end_without_it() -> None
         outer.zero_grad()
         model(-1.0).backward()
         outer.step()
-        repeat_until_done(outer.local_steps.finish)
+        repeat_until_done(outer.strategy_steps.finish)
         outer.close()
         return weights(model)
 

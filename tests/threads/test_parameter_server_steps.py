@@ -47,7 +47,7 @@ def train(
         loss_of(model, (inputs[mine], targets[mine])).backward()
         optimizer.step()
     if sync is not None:
-        optimizer.local_steps.finish()
+        optimizer.strategy_steps.finish()
     optimizer.close()
     return flat(model)
 
@@ -85,7 +85,7 @@ def test_synchronous_steps_without_more_have_the_same_calls() -> None:
         outer = DistributedOptimizer(inner, model, group=group, sync=tr.ParameterServer())
         model(1.0).backward()
         outer.step()
-        steps = outer.local_steps
+        steps = outer.strategy_steps
         assert (steps.steps_taken, steps.statistics().staleness) == (1, {0: 1})
         with pytest.raises(ConfigurationError, match="no server has anything"):
             steps.save("folder")
@@ -134,9 +134,9 @@ def test_every_gradient_counts_once(world_size: int, optimizer: str, rule: ps.Co
             model(-float(10**group.rank)).backward()
             time.sleep(0.003 if group.rank == 0 else 0.0)
             outer.step()
-        outer.local_steps.finish()
+        outer.strategy_steps.finish()
         outer.close()
-        return flat(model), max(outer.local_steps.staleness, default=0)
+        return flat(model), max(outer.strategy_steps.staleness, default=0)
 
     total = sum((6 + rank) * 10**rank for rank in range(world_size)) / world_size
     for parameters, staleness in run_ranks(world_size, body):
@@ -167,9 +167,9 @@ def test_a_slow_rank_holds_others_back_by_the_bound_alone() -> None:
             if (group.rank, number) == (1, 3):
                 assert slow.is_set()
                 fourth.set()
-        outer.local_steps.finish()
+        outer.strategy_steps.finish()
         outer.close()
-        return dict(outer.local_steps.statistics().staleness)
+        return dict(outer.strategy_steps.statistics().staleness)
 
     _, staleness = run_ranks(2, body)
     assert max(staleness) == 3
@@ -190,7 +190,7 @@ def test_what_codes_do_not_express_is_kept(rule: ps.Consistency) -> None:
                 parameter.grad = torch.randn(parameter.shape)
             pushed += torch.cat([parameter.grad.double() for parameter in model.parameters()])
             outer.step()
-        steps = outer.local_steps
+        steps = outer.strategy_steps
         rest = steps._client._client._residual.values.astype(np.float64)
         rest = np.concatenate([steps._rows.of(rest, number).numpy() for number in range(5)])
         steps.finish()
@@ -235,7 +235,7 @@ def test_gradients_that_leave_during_backward_have_the_bits_of_those_of_the_step
             weights = [torch.randn(part.shape, generator=random) for part in parts]
             sum((parts[n] * weights[n]).sum() for n in numbers).backward()
 
-        everything, steps = range(5), outer.local_steps
+        everything, steps = range(5), outer.strategy_steps
         for step in range(9):
             outer.zero_grad()
             if step == 1:  # these are missing, and come back
@@ -297,7 +297,7 @@ def test_gradients_leave_early_by_default_only_where_servers_keep_them_anyway(
         sync = tr.ParameterServer(servers=[0], consistency=rule, overlap=overlap)
         outer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, group=group, sync=sync)
         model(-1.0).backward()
-        early = outer.local_steps.early_buckets
+        early = outer.strategy_steps.early_buckets
         outer.step()
         outer.close()
         return early, flat(model).unique().tolist()
@@ -310,7 +310,7 @@ def test_an_interruption_between_the_requests_of_a_step_pushes_nothing_twice(mon
         model = Counting()
         sync = tr.ParameterServer(servers=[0], overlap=where == "push_range")
         outer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, group=group, sync=sync)
-        client = outer.local_steps._client
+        client = outer.strategy_steps._client
         call, calls = getattr(client, where), []
 
         def interrupted(*arguments: object, **settings: object) -> ps.Ticket:
@@ -325,8 +325,8 @@ def test_an_interruption_between_the_requests_of_a_step_pushes_nothing_twice(mon
         with pytest.raises(ConfigurationError, match="interrupted while it sent requests"):
             outer.step()
         with pytest.raises(ConfigurationError, match="interrupted while it sent requests"):
-            outer.local_steps.stepped()
-        assert outer.local_steps.steps_taken == (1 if where == "clock" else 0)
+            outer.strategy_steps.stepped()
+        assert outer.strategy_steps.steps_taken == (1 if where == "clock" else 0)
         outer.close()
 
     for where in ("push_range", "clock"):
@@ -355,7 +355,7 @@ def test_an_interruption_of_the_torch_optimizer_takes_no_step_twice(
             patch.setattr(inner, "step", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 outer.step()
-        for repeat in (outer.step, outer.local_steps.stepped):
+        for repeat in (outer.step, outer.strategy_steps.stepped):
             with pytest.raises(ConfigurationError, match="or took the step of the torch optimizer"):
                 repeat()
         assert flat(model).unique().tolist() == [1.0]
@@ -378,7 +378,7 @@ def test_a_step_that_fails_is_repeated_only_if_nothing_was_submitted(
 
         model(-1.0).backward()
         with monkeypatch.context() as patch:
-            patch.setattr(outer.local_steps._client, where, failing)
+            patch.setattr(outer.strategy_steps._client, where, failing)
             with pytest.raises(MemoryError):
                 outer.step()
         if where == "push_range":
@@ -401,8 +401,8 @@ def test_gradients_that_no_step_has_used_are_dropped_in_the_end(tmp_path: Path) 
         outer.step()
         model(-1.0).backward()
         with pytest.raises(ConfigurationError, match=r"call step\(\) before save\(\)"):
-            outer.local_steps.save(tmp_path)
-        outer.local_steps.finish()
+            outer.strategy_steps.save(tmp_path)
+        outer.strategy_steps.finish()
         outer.close()
         return flat(model).unique().tolist()
 
@@ -425,7 +425,7 @@ def test_a_parameter_without_a_gradient_stays_as_it_is() -> None:
                 present = number == 1 or (number == 2 and group.rank == 0) or (number == 4 and step == 0)
                 parameter.grad = torch.ones_like(parameter) if present else None
             outer.step()
-        outer.local_steps.finish()
+        outer.strategy_steps.finish()
         outer.close()
         return [parameter[0].item() for parameter in model.parameters()]
 
@@ -452,7 +452,7 @@ def test_schedules_of_learning_rates_come_to_the_servers(optimizer: str, rule: p
             model(-1.0).backward()
             outer.step()
             schedule.step()
-        outer.local_steps.finish()
+        outer.strategy_steps.finish()
         outer.close()
         return flat(model)
 
@@ -473,8 +473,8 @@ def test_training_goes_on_from_a_snapshot_with_other_ranks(tmp_path: Path, sizes
                 parameter.grad = torch.full_like(parameter, (step * 7 + number) % 5 - 1.5)
             outer.step()
         if steps.stop == 3:
-            outer.local_steps.save(tmp_path)
-        outer.local_steps.finish()
+            outer.strategy_steps.save(tmp_path)
+        outer.strategy_steps.finish()
         outer.close()
         return flat(model)
 
@@ -504,11 +504,11 @@ def test_a_snapshot_before_the_first_step_is_pulled(
         )
         outer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, group=group, sync=sync)
         if restore is None:
-            outer.local_steps.save(tmp_path)
+            outer.strategy_steps.save(tmp_path)
         [value] = flat(model).unique().tolist()
-        outer.local_steps.finish()
+        outer.strategy_steps.finish()
         outer.close()
-        return value, outer.local_steps.steps_taken
+        return value, outer.strategy_steps.steps_taken
 
     assert run_ranks(sizes[0], lambda group: body(group, 2.0)) == [(2.0, 0)] * sizes[0]
     assert run_ranks(sizes[1], lambda group: body(group, 5.0, tmp_path)) == [(2.0, 0)] * sizes[1]
@@ -536,7 +536,7 @@ def test_a_rank_that_was_lost_before_it_met_the_others_waits_for_the_parameters(
         outer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, group=group, sync=sync)
         outer.step()  # pulls
         values = flat(model).unique().tolist()
-        outer.local_steps.finish()
+        outer.strategy_steps.finish()
         outer.close()
         return values
 
@@ -553,7 +553,7 @@ def test_a_step_that_has_failed_fails_again() -> None:
         if group.rank == 1:
             group.close()
             return 0
-        assert outer.local_steps._client.has_ended(5.0)
+        assert outer.strategy_steps._client.has_ended(5.0)
         for _ in range(2):  # without gradients, so that the end of the step is the first call that fails
             with pytest.raises(PeerLost):
                 outer.step()
@@ -582,12 +582,12 @@ def test_the_last_parameters_can_be_waited_for_again(monkeypatch: pytest.MonkeyP
         if group.rank == 1:
             monkeypatch.setattr(group.control, "broadcast", late)
         else:
-            with pytest.raises(DeadlineExceededError), impatient(group, client=outer.local_steps._client):
-                outer.local_steps.finish()
+            with pytest.raises(DeadlineExceededError), impatient(group, client=outer.strategy_steps._client):
+                outer.strategy_steps.finish()
             out_of_time.set()
-        repeat_until_done(outer.local_steps.finish)
+        repeat_until_done(outer.strategy_steps.finish)
         outer.close()
-        return flat(model).unique().tolist(), outer.local_steps.steps_taken
+        return flat(model).unique().tolist(), outer.strategy_steps.steps_taken
 
     assert run_ranks(2, body) == [([1.0], 1)] * 2
 
@@ -605,7 +605,7 @@ def test_a_step_that_ran_out_of_time_is_repeated_and_counts_once() -> None:
             if group.rank == 1 and step == 1:
                 assert late.wait(20)
             if group.rank == 0 and step == 1:
-                with pytest.raises(SlowWorkersError), impatient(group, client=outer.local_steps._client):
+                with pytest.raises(SlowWorkersError), impatient(group, client=outer.strategy_steps._client):
                     outer.step()
                 with pytest.raises(ConfigurationError, match="interrupted"):
                     model(-1.0).backward()
@@ -613,7 +613,7 @@ def test_a_step_that_ran_out_of_time_is_repeated_and_counts_once() -> None:
                     parameter.grad = None
                 late.set()
             repeat_until_done(outer.step)
-        repeat_until_done(outer.local_steps.finish)
+        repeat_until_done(outer.strategy_steps.finish)
         outer.close()
         return flat(model)
 
@@ -652,7 +652,7 @@ def test_what_servers_cannot_do_is_refused() -> None:
         with pytest.raises(ConfigurationError, match="settings of the torch optimizer have changed"):
             outer.step()
         outer.param_groups[0]["weight_decay"] = 0
-        outer.local_steps.finish()
+        outer.strategy_steps.finish()
         with pytest.raises(ConfigurationError, match="finish"):
             outer.step()
         outer.close()

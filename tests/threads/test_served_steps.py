@@ -63,9 +63,9 @@ def test_every_gradient_is_applied_once(world_size: int, sync: ServedStrategy) -
             model(-float(10**group.rank)).backward()
             time.sleep(0.005 if group.rank == 0 else 0.0)
             optimizer.step()
-        optimizer.local_steps.finish()
+        optimizer.strategy_steps.finish()
         optimizer.close()
-        return flat(model), dict(optimizer.local_steps.staleness)
+        return flat(model), dict(optimizer.strategy_steps.staleness)
 
     total = sum((6 + rank) * 10**rank for rank in range(world_size))
     for parameters, staleness in run_ranks(world_size, body):
@@ -89,7 +89,7 @@ def test_a_schedule_sees_that_steps_are_taken() -> None:
             optimizer.step()
             schedule.step()
             rates += schedule.get_last_lr()
-        optimizer.local_steps.finish()
+        optimizer.strategy_steps.finish()
         optimizer.close()
         return rates
 
@@ -115,7 +115,7 @@ def test_training_comes_to_an_end_with_equal_parameters_and_a_small_loss(sync: S
             optimizer.zero_grad()
             loss_of(model, shard(batch, group)).backward()
             optimizer.step()
-        optimizer.local_steps.finish()
+        optimizer.strategy_steps.finish()
         optimizer.close()
         return flat(model), before, float(loss_of(model, batch).detach())
 
@@ -139,7 +139,7 @@ def test_a_slow_rank_does_not_hold_the_others_up() -> None:
                 assert all(event.wait(20) for event in ended[1:])
             optimizer.step()
         ended[group.rank].set()
-        optimizer.local_steps.finish()
+        optimizer.strategy_steps.finish()
         optimizer.close()
 
     run_ranks(3, body)
@@ -186,7 +186,7 @@ def test_learning_rates_are_those_of_the_worker() -> None:
             model(-1.0).backward()
             optimizer.step()
             schedule.step()
-        optimizer.local_steps.finish()
+        optimizer.strategy_steps.finish()
         optimizer.close()
         return flat(model)
 
@@ -251,7 +251,7 @@ def test_more_ranks_than_parameters() -> None:
             optimizer.zero_grad()
             (-model.weight.sum()).backward()
             optimizer.step()
-        optimizer.local_steps.finish()
+        optimizer.strategy_steps.finish()
         optimizer.close()
         return float(model.weight.detach()[0, 1])
 
@@ -346,13 +346,13 @@ def test_an_optimizer_of_parts_does_what_one_of_whole_parameters_does(kind: str)
             inner = KINDS[kind](model.parameters())
             optimizer = DistributedOptimizer(inner, model, group=group, sync=Quorum(n=2, grace_s=20.0))
             if state is not None:
-                optimizer.local_steps.load_state(state)
+                optimizer.strategy_steps.load_state(state)
             for step in range(begin, begin + steps // 2):
                 gradients(model, step)
                 optimizer.step()
-            optimizer.local_steps.finish()
-            state = optimizer.local_steps.state()
-            parts = sum(len(share) for share in optimizer.local_steps._shares)
+            optimizer.strategy_steps.finish()
+            state = optimizer.strategy_steps.state()
+            parts = sum(len(share) for share in optimizer.strategy_steps._shares)
             optimizer.close()
         return [parameter.detach().clone() for parameter in model.parameters()], state["optimizer"], parts
 
@@ -403,11 +403,11 @@ def test_a_step_and_an_end_that_ran_out_of_time_are_repeated_and_count_once() ->
                 optimizer.step()
         if group.rank == 0:
             with impatient(group):
-                errors += repeat_until_done(optimizer.local_steps.finish, late_for_end.set)
+                errors += repeat_until_done(optimizer.strategy_steps.finish, late_for_end.set)
         else:
             assert late_for_end.wait(20)
-            optimizer.local_steps.finish()
-        optimizer.local_steps.finish()  # once more does nothing
+            optimizer.strategy_steps.finish()
+        optimizer.strategy_steps.finish()  # once more does nothing
         with pytest.raises(ConfigurationError, match="finish"):
             optimizer.step()
         optimizer.close()
@@ -429,9 +429,9 @@ def test_one_program_runs_with_any_setting_and_number_of_ranks() -> None:
             optimizer.zero_grad()
             model(-1.0).backward()
             optimizer.step()
-        optimizer.local_steps.finish()
-        assert sum(optimizer.local_steps.staleness.values()) == 3
-        assert optimizer.local_steps.lead == 0
+        optimizer.strategy_steps.finish()
+        assert sum(optimizer.strategy_steps.staleness.values()) == 3
+        assert optimizer.strategy_steps.lead == 0
         optimizer.close()
         return flat(model)
 
@@ -462,7 +462,7 @@ def test_parameters_of_several_types_arrive_with_all_their_digits(world_size: in
             optimizer.zero_grad()
             model().backward()
             optimizer.step()
-        optimizer.local_steps.finish()
+        optimizer.strategy_steps.finish()
         optimizer.close()
         return [parameter.detach().clone() for parameter in model.parameters()]
 
@@ -486,7 +486,7 @@ def test_parameters_without_gradients_stay_as_they_are() -> None:
             optimizer.zero_grad()
             (model.parts[0].sum() + (model.parts[1].sum() if group.rank else 0.0)).backward()
             optimizer.step()
-        optimizer.local_steps.finish()
+        optimizer.strategy_steps.finish()
         optimizer.close()
         return [float(part.detach()[0]) for part in model.parts]
 
@@ -514,7 +514,7 @@ def test_servers_go_on_from_the_state_of_the_optimizer() -> None:
         optimizer = DistributedOptimizer(inner, model, group=group, sync=Async())
         if group.rank == 0:
             optimizer.step()  # once more: a velocity of -1.5
-        optimizer.local_steps.finish()
+        optimizer.strategy_steps.finish()
         optimizer.close()
         return float(flat(model)[0])
 
@@ -542,15 +542,15 @@ def test_training_goes_on_from_the_state_after_the_end(sync: ServedStrategy, lat
     def one_step(model: torch.nn.Module, optimizer: DistributedOptimizer, rank: int) -> None:
         optimizer.zero_grad()
         model(-1.0).backward()
-        if rank == 0 or optimizer.local_steps.is_synchronous:
+        if rank == 0 or optimizer.strategy_steps.is_synchronous:
             optimizer.step()
-        optimizer.local_steps.finish()
+        optimizer.strategy_steps.finish()
 
     def body(group: Group):
         model, _, optimizer = made(group, sync)
         one_step(model, optimizer, group.rank)  # a velocity of -1, at 1
-        state, parameters = optimizer.local_steps.state(), flat(model).clone()
-        optimizer.local_steps.load_state(state)
+        state, parameters = optimizer.strategy_steps.state(), flat(model).clone()
+        optimizer.strategy_steps.load_state(state)
         one_step(model, optimizer, group.rank)  # a velocity of -1.5, at 2.5
         optimizer.close()
         file = io.BytesIO()
@@ -561,7 +561,7 @@ def test_training_goes_on_from_the_state_after_the_end(sync: ServedStrategy, lat
         parameters, state, _ = saved
         model, _, optimizer = made(group, later)
         torch.nn.utils.vector_to_parameters(parameters.clone(), model.parameters())
-        optimizer.local_steps.load_state(torch.load(io.BytesIO(state)))
+        optimizer.strategy_steps.load_state(torch.load(io.BytesIO(state)))
         one_step(model, optimizer, group.rank)
         optimizer.close()
         return flat(model)
@@ -578,8 +578,8 @@ def test_states_before_the_end_and_states_of_others_are_refused() -> None:
     def body(group: Group) -> None:
         model = Counting()
         optimizer = served(group, model, Async())
-        steps = optimizer.local_steps
-        with pytest.raises(ConfigurationError, match=r"after local_steps\.finish\(\)"):
+        steps = optimizer.strategy_steps
+        with pytest.raises(ConfigurationError, match=r"after strategy_steps\.finish\(\)"):
             steps.state()
         other = {"strategy": "async", "kind": "SGD", "optimizer": {}}
         for state, says in (
@@ -643,7 +643,7 @@ def test_grace_ends_in_time() -> None:
         if group.rank == 0:
             ended.set()
         assert ended.wait(20)
-        optimizer.local_steps.finish()
+        optimizer.strategy_steps.finish()
         optimizer.close()
         return seconds
 

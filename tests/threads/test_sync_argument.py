@@ -55,10 +55,12 @@ def test_an_optimizer_takes_names() -> None:
         model = torch.nn.Linear(200, 100)
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         plain = tr.DistributedOptimizer(inner, model, group=group, sync="oktopk")
-        assert not hasattr(plain, "local_steps")
+        assert not hasattr(plain, "strategy_steps")
         with pytest.raises(ConfigurationError, match="has no strategy"):
-            plain.local_steps  # noqa: B018
+            plain.strategy_steps  # noqa: B018
         plain.close()
-        return tr.DistributedOptimizer(inner, model, group=group, sync=tr.DiLoCo).local_steps.strategy
+        optimizer = tr.DistributedOptimizer(inner, model, group=group, sync=tr.DiLoCo)
+        assert optimizer.local_steps is optimizer.strategy_steps  # the older name
+        return optimizer.strategy_steps.strategy
 
     assert run_ranks(2, body) == [tr.DiLoCo()] * 2

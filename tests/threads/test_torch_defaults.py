@@ -218,7 +218,7 @@ def counted(sync: object) -> Callable[[Group], list[torch.Tensor]]:
             for parameter in model.parameters():
                 parameter.grad = torch.full_like(parameter, 2.0 ** (1 + group.rank))
             optimizer.step()
-        optimizer.local_steps.finish()
+        optimizer.strategy_steps.finish()
         optimizer.close()
         return [flat(model)]
 

@@ -35,7 +35,7 @@ def sync_ddp(
 
     Call it once, before the first backward pass, and step with the optimizer that it returns. With a sparse method DDP
     gets ``tr.ddp_hook``, and the optimizer is the one that was given. With a strategy DDP exchanges no gradients any
-    more: the returned ``DistributedOptimizer`` exchanges what the strategy says, and has ``local_steps``. DDP still
+    more: the returned ``DistributedOptimizer`` exchanges what the strategy says, and has ``strategy_steps``. DDP still
     broadcasts the buffers before each forward pass, unless it was made with ``broadcast_buffers=False``.
 
     Args:

@@ -26,6 +26,7 @@ from totalreduce.pytorch.error_feedback import (
     states_for,
 )
 from totalreduce.pytorch.planning import NamedParameters, PlanSettings
+from totalreduce.runner.meter import Figure
 from totalreduce.sparse.session import Method
 
 if TYPE_CHECKING:
@@ -157,6 +158,15 @@ class Compression:
     def in_step(self) -> bool:
         """Whether residuals may change when the present step is taken, or stay as they are if it is left out."""
         return self.reducer is not None and self.reducer.in_step
+
+    @property
+    def waited_s(self) -> float:
+        """The seconds for which steps were blocked by the exchanges of the method so far."""
+        return 0.0 if self.reducer is None else self.reducer.rounds.waited_s
+
+    def figures(self) -> dict[str, Figure]:
+        """Return the figures of the method for the live view. Any thread, at any time."""
+        return {} if self.reducer is None else self.reducer.rounds.figures()
 
     def shaped_residuals(self) -> dict[str, torch.Tensor]:
         """Return the residuals of the plan's parameters by name, in the parameters' shapes."""

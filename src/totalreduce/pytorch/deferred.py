@@ -1,7 +1,7 @@
 """Updates that ``step()`` puts off with ``overlap="iterations"``: each happens when the next forward pass needs it.
 
 What is updated comes in buckets (``DeferredBuckets``): from the other ranks (``reducer.Reducer``) or from servers of
-parameters (``stepping.DeferringSteps``). Where gradients come, the parameters of each bucket are updated once, by the
+parameters (``stepping.StrategySteps``). Where gradients come, the parameters of each bucket are updated once, by the
 torch optimizer itself: for this call its parameter groups hold only these parameters, and the hyper-parameters as they
 were at ``step()``. That is exact for every optimizer that updates each parameter by itself, which is all of
 ``torch.optim`` except LBFGS.

@@ -12,11 +12,11 @@ import torch
 from totalreduce.foundation.errors import DeadlineExceededError
 from totalreduce.foundation.forking import HomeProcess
 from totalreduce.foundation.types import ReduceOp
-from totalreduce.groups.group import Group
 from totalreduce.pytorch.replica import ModelReplica, check_equal
 from totalreduce.pytorch.served_steps import Sent
-from totalreduce.pytorch.stepping import OwnSteps
+from totalreduce.pytorch.stepping import StrategySteps
 from totalreduce.strategies.async_gossip import AsyncGossip, GossipNode
+from totalreduce.strategies.strategy import TrainingOfRank
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.work import Work
 
@@ -31,7 +31,7 @@ _END_S = 5.0
 
 @final
 @never_compiled
-class GossipSteps(OwnSteps):
+class GossipSteps(StrategySteps):
     """Asynchronous gossip on this rank.
 
     Attributes:
@@ -39,22 +39,16 @@ class GossipSteps(OwnSteps):
         is_interrupted: Always false: a step waits for no other rank.
     """
 
-    is_interrupted = False
+    strategy: AsyncGossip
 
-    def __init__(
-        self,
-        strategy: AsyncGossip,
-        parameters: Sequence[torch.nn.Parameter],
-        optimizer: torch.optim.Optimizer,
-        group: Group,
-        name: str,
-    ) -> None:
-        """Begin. Collective; arguments and errors as for ``LocalSteps``."""
-        self.strategy, self._inner = strategy, optimizer
+    def __init__(self, strategy: AsyncGossip, training: TrainingOfRank) -> None:
+        """Begin. Collective; errors as of ``LocalSteps``."""
+        group = training.group
+        self.strategy, self._inner = strategy, training.optimizer
         self._home = HomeProcess("the thread of a strategy")
-        self._replica = ModelReplica(parameters, optimizer)
-        check_equal(self._replica, strategy.name, group, name)
-        self._group = group.control.subgroup(range(group.world_size), name=f"{name}.gossip")
+        self._replica = ModelReplica(training.parameters, training.optimizer)
+        check_equal(self._replica, strategy.name, group, training.name)
+        self._group = group.control.subgroup(range(group.world_size), name=f"{training.name}.gossip")
         self._everything = range(len(self._replica.sizes))
         self._node = GossipNode(strategy, group.rank, group.world_size, self._replica.read(self._everything))
         self._lock, self._sent = threading.Lock(), Sent()
@@ -141,11 +135,6 @@ class GossipSteps(OwnSteps):
                 continue
             return work.source
         return None
-
-    @property
-    def waited_s(self) -> float:
-        """0: steps wait for nobody."""
-        return 0.0
 
     def figures(self) -> dict[str, int | float | str]:
         """Return the strategy's name, and the number of averages. Any thread."""

@@ -1,90 +1,19 @@
-"""Calls of ``DistributedOptimizer`` that are unfinished after a time-out; the rounds of joined ranks; closures' losses.
-
-``DistributedOptimizer.join`` makes a ``Joining``; ``DistributedOptimizer.step`` makes a ``ClosureLoss`` for each call
-of its closure, and the ranks with data reduce these losses. Both can go on after a time-out where it struck.
-``DistributedOptimizer.replan`` and ``add_param_group`` make an ``EndingPlan`` or a ``ComparingPlans`` at a time-out.
-"""
+"""The rounds of a rank that has no more data (``DistributedOptimizer.join``)."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, final
+from typing import final
 
 import torch
 
-from totalreduce.foundation.errors import ConfigurationError, MissingTensorError
+from totalreduce.foundation.errors import MissingTensorError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.round import Round
+from totalreduce.pytorch.unfinished import INTERRUPTED_ROUND, Call, Unfinished
 from totalreduce.tensors.work import Work
 
-__all__ = ["ClosureLoss", "ComparingPlans", "EndingPlan", "Joining", "Unfinished"]
-
-
-class Unfinished:
-    """A call that a time-out has interrupted.
-
-    Attributes:
-        advice: The text of the error of other calls as long as this one is unfinished.
-    """
-
-    advice: ClassVar[str]
-
-
-@final
-class EndingPlan(Unfinished):
-    """``replan()`` or ``add_param_group()`` while it ends the round, in which buckets have left without gradients."""
-
-    advice = (
-        "the last replan() or add_param_group() ran out of time and is unfinished: repeat replan() or "
-        "add_param_group() until it returns"
-    )
-
-
-@final
-class ComparingPlans(Unfinished):
-    """A comparison of plans, which no call can complete: its operations are not kept."""
-
-    advice = "the ranks did not compare their plans in time: close this DistributedOptimizer"
-
-
-@final
-class ClosureLoss(Unfinished):
-    """The loss that one call of a closure has returned on this rank.
-
-    The sum of the losses travels as one float64 element. Only the ranks that had data in the round of the closure's
-    gradients take part, because a rank that has joined does not know whether the other ranks use closures.
-    """
-
-    advice = "the last step(closure) ran out of time and is unfinished: repeat it until it returns, with a closure"
-
-    def __init__(self, loss: Any) -> None:
-        """``loss``: a number, a tensor of one element, or ``None``, which counts as 0 and is returned as ``None``.
-
-        Raises:
-            ConfigurationError: The loss has more than one element, or none.
-        """
-        if isinstance(loss, torch.Tensor) and loss.numel() != 1:
-            raise ConfigurationError(f"the closure must return a loss of one element, not of {loss.numel()}")
-        self._loss = loss
-        self._work: Work | None = None
-
-    def reduced(self, group: Group, name: str, ranks: tuple[int, ...], divisor: int) -> Any:
-        """Return the sum of the losses of ``ranks``, divided, in the type of this rank's loss. Collective among them.
-
-        Raises:
-            DeadlineExceededError: The wait exceeded the group's ``timeout_s``. The call may be repeated.
-        """
-        loss = self._loss
-        if self._work is None:
-            own = loss.item() if isinstance(loss, torch.Tensor) else loss
-            total = torch.tensor([float(own or 0.0)], dtype=torch.float64, device="cpu")
-            control = group.control
-            members = control if len(ranks) == group.world_size else control.subgroup(ranks, name=f"{name}.losses")
-            self._work = members.allreduce(total, name=f"{name}.loss", op=ReduceOp.SUM, priority=0)
-        mean = self._work.wait() / divisor
-        if isinstance(loss, torch.Tensor):
-            return mean.to(loss.device, loss.dtype).reshape(loss.shape)
-        return None if loss is None else mean.item()
+__all__ = ["Joining"]
 
 
 @final
@@ -96,6 +25,8 @@ class Joining(Unfinished):
     """
 
     advice = "this rank has announced that it has no more data: repeat join() until it returns"
+    advice_on_backward = INTERRUPTED_ROUND
+    permits = frozenset({Call.JOIN, Call.ZERO_GRAD})
 
     def __init__(self, group: Group, name: str, rounds: Round) -> None:
         """``rounds``: none is in flight, and the first of its reducers has at least one bucket of dense gradients."""

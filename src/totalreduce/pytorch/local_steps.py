@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -25,13 +25,15 @@ from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededEr
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
 from totalreduce.kernels.arrays import Array
+from totalreduce.pytorch.deferred import DeferredUpdates
 from totalreduce.pytorch.replica import ModelReplica, check_equal
 from totalreduce.pytorch.round import RoundGuard
+from totalreduce.pytorch.stepping import StrategySteps
 from totalreduce.sparse.actions import Exchange
 from totalreduce.sparse.group_driver import GroupDriver
 from totalreduce.sparse.worker import ExchangeWorker, Job
 from totalreduce.strategies.averaging import AveragingSession
-from totalreduce.strategies.strategy import Pending, RestartableSession, Strategy
+from totalreduce.strategies.strategy import Pending, RestartableSession, Strategy, TrainingOfRank
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.work import Work
 
@@ -76,7 +78,7 @@ class _Joining:
 
 @final
 @never_compiled
-class LocalSteps:
+class LocalSteps(StrategySteps):
     """A strategy on this rank.
 
     Attributes:
@@ -86,35 +88,21 @@ class LocalSteps:
         is_guarded: Whether steps can be undone after a loss (``tr.recoverable``). Whoever ends the guard resets it.
     """
 
-    is_synchronous: Literal[False] = False
+    lasts = True
+    strategy: Strategy
+    waited_s = 0.0
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        parameters: Sequence[torch.nn.Parameter],
-        optimizer: torch.optim.Optimizer,
-        group: Group,
-        name: str,
-        *,
-        compares: bool = True,
-    ) -> None:
+    def __init__(self, strategy: Strategy, training: TrainingOfRank) -> None:
         """Begin. Collective.
-
-        Args:
-            strategy: The settings.
-            parameters: The parameters that are trained.
-            optimizer: The torch optimizer.
-            group: The ranks.
-            name: Different from that of every other optimizer of the group.
-            compares: Compare the parameters of the ranks. Otherwise all ranks begin when ``load_shared`` is called.
 
         Raises:
             ConfigurationError: The ranks do not begin with the same parameters, or a parameter is not a floating-point
                 tensor.
         """
-        self.strategy, self._group, self._inner = strategy, group, optimizer
-        self._replica = ModelReplica(parameters, optimizer)
-        if compares:
+        group, name = training.group, training.name
+        self.strategy, self._group, self._inner = strategy, group, training.optimizer
+        self._replica = ModelReplica(training.parameters, training.optimizer)
+        if training.compares:
             check_equal(self._replica, strategy.name, group, name)
         self._session = strategy.session(self._replica, group.rank, group.world_size)
         self._worker = ExchangeWorker(GroupDriver(group, f"{name}.strategy", beside=True))
@@ -122,7 +110,7 @@ class LocalSteps:
         self._unstarted: list[Job] = []  #: Exchanges that begin anew with the next call: then the group is complete.
         self._kept: _Kept | None = None  #: While a guarded step can be undone.
         self._steps, self._samples = 0, 0.0
-        self.is_interrupted, self.waited_s, self.is_guarded = False, 0.0, not compares
+        self.is_interrupted, self.waited_s, self.is_guarded = False, 0.0, not training.compares
         self._joining: _Joining | None = None  #: While ``join`` runs, or must be repeated.
         #: While ``finish`` runs, or must be repeated: whether the results of all exchanges before it have been applied.
         self._finishing: bool | None = None
@@ -158,18 +146,26 @@ class LocalSteps:
         loss, self._loss = self._loss, None
         return loss
 
-    def step_guarded(self, guard: RoundGuard) -> None:
-        """Do what ``step`` does, and have the guard agree. Until it has, ``undo`` makes the step undone.
+    def take(
+        self,
+        closure: Callable[[], Any] | None,
+        guard: RoundGuard | None,
+        deferred: DeferredUpdates,
+        flush: Callable[[], None],
+    ) -> Any:
+        """Take a step; with a guard, have it agree. Until it has, ``undo`` makes the step undone.
 
         Raises:
             PeerLost: A rank is lost.
             DeadlineExceededError: An exchange or the guard takes too long. The call may be repeated.
         """
+        del deferred, flush
+        if guard is None:
+            return self.step(closure)
         self.is_guarded = True
         if not self.ends_exchange:
             guard.step_alone()
-            self.step()
-            return
+            return self.step()
         guard.before_wait()
         if self._kept is None:
             everything = self._replica.read(range(len(self._replica.sizes)))
@@ -180,6 +176,7 @@ class LocalSteps:
         guard.before_step()
         guard.before_commit()
         self._kept = None
+        return None
 
     def refuse_frozen(self) -> None:
         """Raise ``ConfigurationError`` if parameters were frozen, which a process that joins could not train."""
@@ -273,14 +270,17 @@ class LocalSteps:
         finally:
             self.waited_s += time.monotonic() - begin
 
-    def join(self) -> int:
+    def join(self, *, is_guarded: bool = False) -> int:
         """Take part in averages until all ranks have called this; return the rank with the most steps. Collective.
 
         Raises:
-            ConfigurationError: A call of ``step`` ran out of time and must be repeated.
+            ConfigurationError: A call of ``step`` ran out of time and must be repeated; or the strategy has no averages
+                in which a rank without data can take part; or ranks train in ``tr.recoverable``.
             PeerLost: A rank is lost.
             DeadlineExceededError: An average takes longer than the group's ``timeout_s``. The call may be repeated.
         """
+        if is_guarded or not self.strategy.can_join():
+            return super().join(is_guarded=is_guarded)
         self._refuse_interrupted()
         session, group = self._session, self._group
         assert isinstance(session, AveragingSession)
@@ -403,8 +403,8 @@ class LocalSteps:
         name = state.get("strategy") if isinstance(state, Mapping) else None
         if name != self.strategy.name:
             raise ConfigurationError(
-                f"the state is not that of {self.strategy.name!r} but of {name!r}: load what local_steps.state() has "
-                "returned with the same sync="
+                f"the state is not that of {self.strategy.name!r} but of {name!r}: load what strategy_steps.state() "
+                "has returned with the same sync="
             )
         steps, samples, results, under_way, session = (_arrays(state.get(key)) for key in _KEYS)
         present = {"steps": 0, "samples": 0.0, "session": self._session.state()}

@@ -1,35 +1,36 @@
 """``DistributedOptimizer``: a torch optimizer that steps with the gradients of all ranks.
 
-It wraps a torch optimizer (``wrapper``), and synchronises the gradients of each step in a *round* (``round``). The
-first gradient hook of a backward pass opens the round, and with ``overlap="backward"`` the end of that pass closes it.
-Otherwise ``step()``, ``synchronize()``, ``join()``, and reading ``param_groups`` while gradients are in flight close
-it. If no hook has run, the call that closes the round opens it first. Who closes a round waits for the gradients of all
-ranks, unless the updates are deferred. ``replan()`` and ``add_param_group()`` abandon it. A round has several
-*reducers*, each of which synchronises some of the parameters:
+The gradients of a step are synchronised in a *round* (``round``). A round has several *reducers*, each of which
+synchronises some of the parameters:
 
 * ``reducer.Reducer``: dense gradients, in buckets;
 * ``sparse_gradients.SparseReducer``: the rows of sparse gradients;
 * ``compressed.CompressedReducer``: gradients that the sparse method (argument ``sync``) compresses;
-* ``buffers.BufferReducer``: no gradients, but the model's buffers;
+* ``buffers.BufferReducer``: the model's buffers, which travel with the gradients;
 * ``sparse_gradients.SparseResults``: no communication. It converts reduced gradients for ``SparseAdam``.
 
-``planning`` decides which reducer has which parameters, and the ranks compare their plans. Every plan has reducers of
-its own. The residuals, which are the elements that the sparse method has not sent yet, outlive plans:
-``compression.Compression`` owns the residuals (``error_feedback.Residuals``) and the ``CompressedReducer`` of the
-current plan. The constructor's argument ``compression`` is unrelated: it is the dtype in which dense gradients are
-sent. ``deferred`` has the updates that happen in the next forward pass, with ``overlap="iterations"``. ``joining`` has
-the rounds of a rank without data, the losses of closures, and the classes ``Unfinished``, which record a call that a
-time-out interrupted. While one is recorded, methods that would disturb that call raise ``ConfigurationError`` with its
-``advice`` (see ``_check_usable``).
+The first gradient of a step opens its round. With ``overlap="backward"`` the end of the backward pass closes the round,
+which sends all gradients that have not left, and waits for those of the other ranks. With other values of ``overlap``
+the round is closed by ``step()``, ``synchronize()`` or ``join()``, or when ``param_groups`` is read. If no gradient has
+come, the call that closes a round opens it first.
+
+A *plan* says which reducer has which parameters (``planning``); the ranks compare their plans. ``replan()`` and
+``add_param_group()`` end the plan and make another one with new reducers. Residuals stay: they are in ``compression``.
+
+If a strategy is used (argument ``sync``), ``stepping.StrategySteps`` says before each step whether the step has a
+round. Without a strategy every step has one (``stepping.GradientSteps``).
+
+Other parts: ``deferred`` has the updates that happen in the next forward pass, with ``overlap="iterations"``;
+``joining`` has the rounds of a rank without data; ``unfinished`` has the calls that a time-out has interrupted.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -37,6 +38,7 @@ from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededEr
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.buffers import BufferMode, BufferReducer
+from totalreduce.pytorch.compressing import CompressingOptimizer
 from totalreduce.pytorch.compression import Compression, refuse_unfit
 from totalreduce.pytorch.deferred import DeferredUpdates
 from totalreduce.pytorch.error_feedback import ErrorFeedback
@@ -50,27 +52,21 @@ from totalreduce.pytorch.hooks import (
     when_backward_ends,
 )
 from totalreduce.pytorch.initial import Initial, begin_alike
-from totalreduce.pytorch.joining import ClosureLoss, ComparingPlans, EndingPlan, Joining, Unfinished
+from totalreduce.pytorch.joining import Joining
 from totalreduce.pytorch.order import ForwardOrder
 from totalreduce.pytorch.planning import ParameterSource, PlanSettings, agree_on_plan
 from totalreduce.pytorch.reducer import Arithmetic, Reducer
 from totalreduce.pytorch.round import GradientReducer, Phase, Round, RoundGuard
 from totalreduce.pytorch.sizes import BUCKET_BYTES, NATIVE_BUCKET_BYTES
 from totalreduce.pytorch.sparse_gradients import SparseReducer, SparseResults
-from totalreduce.pytorch.stepping import DeferringSteps, OwnSteps
+from totalreduce.pytorch.stepping import GradientSteps, StrategySteps
 from totalreduce.pytorch.sync_argument import settings_of
-from totalreduce.pytorch.wrapper import OptimizerWrapper
+from totalreduce.pytorch.training import Training
+from totalreduce.pytorch.unfinished import INTERRUPTED_ROUND, Call, ClosureLoss, ComparingPlans, EndingPlan, Unfinished
 from totalreduce.runner.meter import Figure
-from totalreduce.sparse.session import Method, Report
+from totalreduce.sparse.session import Method
 from totalreduce.strategies.strategy import Strategy
 from totalreduce.tensors.modes import version_of
-
-if TYPE_CHECKING:
-    from totalreduce.pytorch.local_steps import LocalSteps
-    from totalreduce.pytorch.served_steps import ServedSteps, SynchronousSteps
-    from totalreduce.sparse.auto import Choice
-
-    StrategySteps = LocalSteps | ServedSteps | SynchronousSteps | OwnSteps
 
 __all__ = ["DistributedOptimizer"]
 
@@ -82,65 +78,6 @@ class _SkippedStepError(Exception):
         """``loss``: the closure's loss, reduced."""
         super().__init__()
         self.loss = loss
-
-
-def _steps_of(
-    strategy: Strategy,
-    parameters: Sequence[torch.nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    group: Group,
-    name: str,
-    *,
-    compares: bool,
-) -> StrategySteps:
-    """Return what carries a strategy out. Collective. ``compares``: as for ``LocalSteps``."""
-    from totalreduce.pytorch.local_steps import LocalSteps
-    from totalreduce.pytorch.served_steps import ServedSteps, SynchronousSteps
-    from totalreduce.pytorch.stepping import SteppingStrategy
-    from totalreduce.strategies.async_gossip import AsyncGossip
-    from totalreduce.strategies.served import ServedStrategy
-
-    if isinstance(strategy, AsyncGossip):
-        from totalreduce.pytorch.gossip_steps import GossipSteps
-
-        return GossipSteps(strategy, parameters, optimizer, group, name)
-    if isinstance(strategy, SteppingStrategy):
-        return strategy.steps(parameters, optimizer, group, name)
-    if not isinstance(strategy, ServedStrategy):
-        return LocalSteps(strategy, parameters, optimizer, group, name, compares=compares)
-    if strategy.is_synchronous(group.world_size):
-        return SynchronousSteps(strategy, optimizer)
-    return ServedSteps(strategy, parameters, optimizer, group, name)
-
-
-def _guarded(steps: StrategySteps | None) -> LocalSteps | None:
-    """Return the steps of a strategy that ``tr.recoverable`` supports, if these are such."""
-    from totalreduce.pytorch.local_steps import LocalSteps
-
-    return steps if isinstance(steps, LocalSteps) else None
-
-
-def _check_same_parameters(steps: StrategySteps, parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Refuse a plan with other parameters than those that a strategy has begun with. On all ranks: plans are equal."""
-    if not steps.is_synchronous and not steps.trains(parameters):
-        raise ConfigurationError(
-            f"sync={steps.strategy.name!r} goes on with the trainable parameters that it has begun with: replan() and "
-            "add_param_group() cannot change them. Close this optimizer, call tr.broadcast_parameters(model, group), "
-            "and build a new DistributedOptimizer"
-        )
-
-
-def _note_local_gradient(
-    steps: StrategySteps, optimizer: torch.optim.Optimizer, made_dense: bool, parameter: torch.Tensor
-) -> None:
-    """Do what ``_on_gradient`` does, in a step that uses the gradients of this rank alone."""
-    if steps.is_interrupted:
-        raise ConfigurationError(
-            "the last step() was interrupted and is unfinished. Repeat that call until it returns, then call backward()"
-        )
-    keeps_sparse = isinstance(optimizer, torch.optim.SparseAdam)  # it refuses dense gradients
-    if made_dense and not keeps_sparse and parameter.grad is not None and parameter.grad.is_sparse:
-        parameter.grad = parameter.grad.to_dense()
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
@@ -158,7 +95,7 @@ class _NoStrategyError(ConfigurationError, AttributeError):
     """What belongs to a strategy is asked of an optimizer without one. ``hasattr`` is false."""
 
 
-class DistributedOptimizer(OptimizerWrapper):
+class DistributedOptimizer(CompressingOptimizer):
     """Wraps a torch optimizer so that ``step()`` uses the gradients of all ranks.
 
     Every rank must take part in the same rounds. Each ``step()`` is one round, and a ``synchronize()`` before it
@@ -319,21 +256,17 @@ class DistributedOptimizer(OptimizerWrapper):
         self.guard: RoundGuard | None = None
         self._compressed = Compression(group, self._name, self._settings, grad_scaler, self._source.names)
         self._hooks = HookHandles()
-        #: The steps of the strategy, if there is one.
-        self._local: StrategySteps | None = None
+        #: The steps of the strategy; those without a strategy until a plan is made, or if there is none.
+        self._steps: StrategySteps = GradientSteps()
         self._no_sync_depth = 0
         self._pass = -1  #: The backward pass at whose end the round is to be closed.
         self._planned = self._closed = False
         self._round = Round([], group.world_size)  #: Until there is a plan, a round without reducers.
-        #: The call that a time-out interrupted, if any. ``Joining``: ``join()`` is running or was interrupted.
-        #: ``ClosureLoss``: ``step(closure)`` timed out after the closure had returned, before gradients and loss were
-        #: reduced. ``EndingPlan``: ``replan()`` or ``add_param_group()`` timed out while it ended the round.
-        #: ``ComparingPlans``: the comparison of plans timed out. Repeating the call resumes it, except with
-        #: ``ComparingPlans``: then only ``close()`` is possible.
+        #: The call that a time-out has interrupted, and that must be repeated.
         self._unfinished: Unfinished | None = None
         self.skipped_steps = 0
-        # A group that is not formed yet: what forms it calls ``form_again``, unless it is the strategy itself.
-        if group.operations.gate.is_formed or self._plans_alone:
+        # If the ranks have not met, whoever forms the group calls ``form_again``.
+        if group.operations.gate.is_formed or self._settings.can_form_group:
             self._plan_gradients(begins=True)
 
     # -------------------- planning
@@ -342,11 +275,6 @@ class DistributedOptimizer(OptimizerWrapper):
     def group(self) -> Group:
         """The ranks."""
         return self._group
-
-    @property
-    def compressed(self) -> Compression:
-        """The compressed gradients and their residuals."""
-        return self._compressed
 
     def describe(self) -> str:
         """Return the settings, which are equal on all ranks, in one line."""
@@ -370,16 +298,15 @@ class DistributedOptimizer(OptimizerWrapper):
         if self._planned:
             self._planned, self._unfinished = False, None
             self._remove_plan()
-        local, self._local = self._local, None
-        if local is not None:
-            local.close()
         self._name = self._group.operations.own_name(self._given_name)
         self._compressed.name = self._name
-        lasting = None if self.guard is None else _guarded(local)
-        self._local = lasting
+        self._steps.close()
+        goes_on = self.guard is not None and self._steps.lasts
+        if not goes_on:
+            self._steps = GradientSteps()
         self._plan_gradients()
-        if lasting is not None:
-            lasting.enter(self._group, self._name)
+        if goes_on:
+            self._steps.enter(self._group, self._name)
 
     @property
     def in_flight(self) -> bool:
@@ -404,9 +331,7 @@ class DistributedOptimizer(OptimizerWrapper):
 
         ``tr.recoverable`` calls this, before ``form_again`` if a rank was lost.
         """
-        local = _guarded(self._local)
-        if local is not None:
-            local.undo()
+        self._steps.undo()
         self._round.undo()
 
     def replan(self) -> None:
@@ -447,7 +372,7 @@ class DistributedOptimizer(OptimizerWrapper):
         Collective. A bucket completes only when all ranks have submitted it, and other ranks may already have submitted
         theirs. So every rank submits the buckets that it has not sent yet, marked as having no gradients.
         """
-        self._check_usable(planned=False, completes=EndingPlan)
+        self._check_usable(Call.PLAN, planned=False)
         if not self._planned:
             return  # The last plan failed, on every rank, so no round or hooks are left to end.
         repeatable = self._settings.repeatable(self._round.active, self._group.world_size)
@@ -486,7 +411,9 @@ class DistributedOptimizer(OptimizerWrapper):
         """
         group, name, source, settings = self._group, self._name, self._source, self._settings
         try:
-            plan = agree_on_plan(group, name, source, settings, compares=not self._plans_alone)
+            # Steps that form the group compare what must be equal on all ranks.
+            compares = group.operations.gate.is_formed or not settings.can_form_group
+            plan = agree_on_plan(group, name, source, settings, compares=compares)
             uncompressed = self._compressed.choose(plan.compressed)
             if self._compressed.choices:
                 plan = agree_on_plan(group, name, source, settings, uncompressed)
@@ -497,15 +424,12 @@ class DistributedOptimizer(OptimizerWrapper):
         if begins and settings.initial is not None and settings.strategy is None:
             begin_alike(source.tensors(), self._inner, group, name, settings.initial)
         self._compressed.warn_of_nothing(plan.compressed, plan.specs)
-        if settings.strategy is not None:
-            trained = (*plan.parameters, *plan.sparse.values())
-            if self._local is None:
-                self._local = _steps_of(
-                    settings.strategy, trained, self._inner, group, name, compares=self.guard is None
-                )
-            _check_same_parameters(self._local, trained)
-            if isinstance(self._local, OwnSteps):
-                self._local.use_buckets([bucket.members for bucket in plan.buckets])
+        trained = (*plan.parameters, *plan.sparse.values())
+        if settings.strategy is not None and self._steps.strategy is None:
+            training = Training(trained, self._inner, group, name, compares=self.guard is None)
+            self._steps = settings.strategy.steps(training)
+        self._steps.check_trains(trained)
+        self._steps.use_buckets([bucket.members for bucket in plan.buckets])
         arithmetic = Arithmetic.of(
             settings.op,
             group.world_size,
@@ -533,9 +457,9 @@ class DistributedOptimizer(OptimizerWrapper):
         hooked = self._round.hooked
         model = torch.nn.Module() if source.model is None else source.model
         self._round.order = order = ForwardOrder(model, {parameter: index for index, parameter in enumerate(hooked)})
-        deferred = self._local.arriving if isinstance(self._local, DeferringSteps) else self._dense
+        arriving = self._dense if self._steps.arriving is None else self._steps.arriving
         names = [spec.name for spec in plan.specs]
-        self._deferred = DeferredUpdates(self._inner, deferred, names, order, group)
+        self._deferred = DeferredUpdates(self._inner, arriving, names, order, group)
         # Deferred updates are applied one bucket of dense gradients at a time. That excludes LBFGS, which needs all
         # gradients at once, and SparseAdam, which needs sparse gradients.
         by_buckets = not plan.sparse and not isinstance(self._inner, torch.optim.LBFGS | torch.optim.SparseAdam)
@@ -550,13 +474,6 @@ class DistributedOptimizer(OptimizerWrapper):
             self._hooks.after_gradient(parameter, WeakHook(self._on_gradient, index, parameter not in gathered))
         group.meter.sources[name] = WeakFigures(self._figures)
         self._planned = True
-
-    @property
-    def _plans_alone(self) -> bool:
-        """Whether the strategy forms the group, and compares what must be equal on all ranks."""
-        from totalreduce.pytorch.stepping import SteppingStrategy
-
-        return not self._group.operations.gate.is_formed and isinstance(self._settings.strategy, SteppingStrategy)
 
     def _make_reducers(self) -> list[GradientReducer]:
         """List the reducers, in the order in which they finish. A new kind of reducer is added here."""
@@ -588,31 +505,22 @@ class DistributedOptimizer(OptimizerWrapper):
             self._deferred.before_gradient(parameter)
         if self.guard is not None and not self.guard.counts():
             parameter.grad = None
-        if self._steps_locally:
-            assert self._local is not None
-            _note_local_gradient(self._local, self._inner, made_dense, parameter)
-            if isinstance(self._local, OwnSteps) and not self._no_sync_depth:
-                with self._round.lock:
-                    self._round.passes[index] += 1
-                    if self._round.passes[index] % self._settings.backward_passes_per_step == 0:
-                        self._local.ready(index)
+        steps, round_ = self._steps, self._round
+        if not steps.exchanges_gradients:
+            is_for_sparse_adam = isinstance(self._inner, torch.optim.SparseAdam)  # it refuses dense gradients
+            steps.note_gradient(parameter, keeps_sparse=is_for_sparse_adam or not made_dense)
+            if steps.sees_gradients and not self._no_sync_depth:
+                with round_.lock:
+                    round_.passes[index] += 1
+                    if round_.passes[index] % self._settings.backward_passes_per_step == 0:
+                        steps.ready(index)
             return
         if made_dense and parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.to_dense()
-        round_ = self._round
-        if isinstance(self._unfinished, EndingPlan):
-            raise ConfigurationError(self._unfinished.advice)
-        if round_.phase is Phase.CLOSED or isinstance(self._unfinished, Joining):
-            raise ConfigurationError(
-                "the last step(), synchronize() or join() was interrupted and is unfinished. Repeat that "
-                "call until it returns, then call backward()"
-            )
         if self._unfinished is not None:
-            self.close()
-            raise ConfigurationError(
-                "backward() has changed the reduced gradients of a step(closure) that a time-out had interrupted. "
-                "The other ranks apply them unchanged, so this DistributedOptimizer is closed. Load a checkpoint"
-            )
+            self._unfinished.refuse_gradient(round_.phase, self.close)
+        if round_.phase is Phase.CLOSED:
+            raise ConfigurationError(INTERRUPTED_ROUND)
         if round_.phase is Phase.SYNCHRONISED:
             self._settings.check_adds_up(round_.active, self._group.world_size)
         if self._pass != backward_pass():
@@ -648,7 +556,7 @@ class DistributedOptimizer(OptimizerWrapper):
         if self._round.phase is Phase.OPEN and self._waits_in_backward and not self._no_sync_depth:
             if is_nested and not self._round.is_complete:
                 return
-            self._check_usable()
+            self._check_usable(Call.BACKWARD)
             self._close_round()
             when_backward_ends(WeakHook(self._synchronize))
         elif not is_nested:
@@ -678,9 +586,9 @@ class DistributedOptimizer(OptimizerWrapper):
         Within this class call this method, not ``synchronize()``: Horovod's subclass overrides ``synchronize()`` to
         note that the program called it.
         """
-        self._check_usable()
+        self._check_usable(Call.SYNCHRONIZE)
         self.flush()
-        if self._steps_locally:
+        if not self._steps.exchanges_gradients:
             return
         if self._round.phase is not Phase.SYNCHRONISED:
             self._close_round()
@@ -721,15 +629,19 @@ class DistributedOptimizer(OptimizerWrapper):
                 is not called a second time. If the time-out occurred in the closure, or with LBFGS, close the
                 optimizer and load a checkpoint.
         """
-        self._check_usable(completes=None if closure is None else ClosureLoss)
+        self._check_usable(Call.STEP if closure is None else Call.STEP_WITH_CLOSURE)
         if closure is not None and self.guard is not None:
             raise ConfigurationError(
                 "tr.recoverable does not support step(closure), which may change the parameters several times: "
                 "call backward() and then step() without a closure"
             )
         self.flush()
-        if self._steps_locally:
-            return self._step_locally(closure)
+        if not self._steps.exchanges_gradients:
+            self._plan.check_unchanged(self._inner.param_groups)
+            result = self._steps.take(closure, self.guard, self._deferred, self.flush)
+            self._round.restart_passes()
+            self._count_step()
+            return result
         if self._pass != -1 and self._round.phase is Phase.OPEN and self._waits_in_backward:
             self._pass = -1
             self._compressed.warn(
@@ -761,48 +673,20 @@ class DistributedOptimizer(OptimizerWrapper):
             self._compressed.warn_of_skip()
         self._round.commit()  # of a closure's round
         self._round.end_step()
-        if self._local is not None:
-            self._local.stepped()
+        self._steps.stepped()
         self._count_step()
         return result
 
     def _count_step(self) -> None:
         """Have the meter count the step that has ended, with the waits of which the engine does not know."""
-        reducer, local = self._compressed.reducer, self._local
-        waited_s = (reducer.rounds.waited_s if reducer is not None else 0.0) + (local.waited_s if local else 0.0)
-        self._group.meter.end_step(elsewhere_s=waited_s)
+        self._group.meter.end_step(elsewhere_s=self._compressed.waited_s + self._steps.waited_s)
 
     def _figures(self) -> dict[str, Figure]:
         """Return the figures of the sparse method or the strategy for the live view. Any thread, at any time."""
-        reducer, local = self._compressed.reducer, self._local
-        figures: dict[str, Figure] = {"skipped_steps": self.skipped_steps}
-        return figures | (reducer.rounds.figures() if reducer is not None else {}) | (local.figures() if local else {})
+        return {"skipped_steps": self.skipped_steps, **self._compressed.figures(), **self._steps.figures()}
 
     @property
-    def _steps_locally(self) -> bool:
-        """Whether the present step uses the gradients of this rank alone."""
-        return self._local is not None and not self._local.exchanges_gradients
-
-    def _step_locally(self, closure: Callable[[], Any] | None) -> Any:
-        """Update the parameters with this rank's gradients, and let the strategy do what follows."""
-        assert self._local is not None
-        assert not self._local.is_synchronous
-        self._plan.check_unchanged(self._inner.param_groups)
-        result = None
-        guarded = None if self.guard is None else _guarded(self._local)
-        if isinstance(self._local, DeferringSteps) and closure is None and self._deferred.possible:
-            defer = functools.partial(self._deferred.begin, self.flush)
-            self._local.begin_step(self._deferred.priorities, defer, self.flush)
-        elif guarded is None or self.guard is None:
-            result = self._local.step(closure)
-        else:
-            guarded.step_guarded(self.guard)
-        self._round.restart_passes()
-        self._count_step()
-        return result
-
-    @property
-    def local_steps(self) -> StrategySteps:
+    def strategy_steps(self) -> Any:
         """The steps of the strategy, with what a program may ask of them.
 
         A ``LocalSteps``; of a strategy with servers a ``ServedSteps``, or a ``SynchronousSteps`` where the settings
@@ -811,16 +695,18 @@ class DistributedOptimizer(OptimizerWrapper):
         Raises:
             ConfigurationError: ``sync`` is no strategy. It is an ``AttributeError``, too, for ``hasattr``.
         """
-        if self._local is None:
+        if self._steps.strategy is None:
             raise _NoStrategyError("this DistributedOptimizer has no strategy: sync=tr.LocalSGD(...), for example")
-        return self._local
+        return self._steps
+
+    #: The older name of ``strategy_steps``.
+    local_steps = strategy_steps
 
     def _reduced(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure that calls the given one, and reduces its gradients and its loss over the ranks."""
 
         def reduced_closure() -> Any:
-            # ``unfinished`` is a ``ClosureLoss`` if an earlier ``step(closure)`` timed out after the closure had
-            # returned.
+            # The loss of an earlier ``step(closure)`` that timed out after its closure had returned, if there was one.
             unfinished, self._unfinished = self._unfinished, None
             if not isinstance(unfinished, ClosureLoss):
                 # If the present gradients are reduced already and another reduction would change them (see
@@ -897,15 +783,9 @@ class DistributedOptimizer(OptimizerWrapper):
             DeadlineExceededError: A wait exceeded the group's ``timeout_s``. The call may be repeated.
             PeerLost: A rank died.
         """
-        self._check_usable(completes=Joining)
-        local = _guarded(self._local)
-        if local is not None and local.strategy.can_join() and self.guard is None:
-            return local.join()
-        if self._local is not None and not self._local.is_synchronous:
-            raise ConfigurationError(
-                f"join() does not support sync={self._local.strategy.name!r}"
-                f"{'' if self.guard is None else ' in tr.recoverable'}: give all ranks the same number of steps"
-            )
+        self._check_usable(Call.JOIN)
+        if not self._steps.is_synchronous:
+            return self._steps.join(is_guarded=self.guard is not None)
         if isinstance(self._inner, torch.optim.LBFGS) or not self._plan.buckets:
             raise ConfigurationError(
                 "join() does not support LBFGS, and needs at least one parameter with dense gradients that sync= does "
@@ -948,8 +828,8 @@ class DistributedOptimizer(OptimizerWrapper):
         Raises:
             ConfigurationError: A ``step(closure)`` ran out of time and must be repeated. It needs the gradients.
         """
-        if isinstance(self._unfinished, ClosureLoss):
-            raise ConfigurationError(self._unfinished.advice)
+        if self._unfinished is not None:
+            self._unfinished.check(Call.ZERO_GRAD)
         if not set_to_none and self._planned:
             self._deferred.keep_contributions()
         self._inner.zero_grad(set_to_none)
@@ -981,133 +861,29 @@ class DistributedOptimizer(OptimizerWrapper):
             self.flush()
         finally:
             self._closed, self._unfinished = True, None
-            if self._local is not None:
-                self._local.close()
+            self._steps.close()
             if self._planned:
                 self._remove_plan()
 
-    def _check_usable(
-        self,
-        *,
-        planned: bool = True,
-        between_rounds: bool = False,
-        completes: type[Unfinished] | None = ClosureLoss,
-    ) -> None:
-        """Raise an error if the optimizer is closed, a call must be repeated first, or the last plan has failed.
+    def _check_usable(self, call: Call, *, planned: bool = True) -> None:
+        """Raise an error if the optimizer is closed, or another call must be repeated before this one.
 
-        Args:
-            planned: Whether a failed plan is an error.
-            between_rounds: Whether an open round is an error.
-            completes: The kind of interrupted call that the calling method tolerates: the method resumes that call, or
-                may run before the call is repeated. ``None``: an interrupted call of any kind is an error.
+        ``planned``: it is also an error if the last plan has failed.
         """
         if self._closed:
             raise ConfigurationError("this DistributedOptimizer was closed: build a new one")
-        if self._unfinished is not None and (completes is None or not isinstance(self._unfinished, completes)):
-            raise ConfigurationError(self._unfinished.advice)
+        if self._unfinished is not None:
+            self._unfinished.check(call)
         if planned and not self._planned:
             raise ConfigurationError(
                 self._group.operations.gate.reason
                 or "the last plan failed: correct the model and call replan() on every rank"
-            )
-        if between_rounds and (self._round.in_flight or self._compressed.in_step):
-            raise ConfigurationError(
-                "gradients of this step have left: call flush_residuals() or load_residual_state_dict() before "
-                "backward(), or after step() or zero_grad()"
             )
 
     @property
     def resubmissions(self) -> int:
         """The number of buckets sent twice since the last plan: a rank's gradients had changed after they had left."""
         return self._dense.resubmissions
-
-    # -------------------- compressed gradients and their residuals
-
-    @property
-    def choices(self) -> list[Choice]:
-        """The measurements and decisions of ``tr.Auto``, for each bucket that it could compress."""
-        return self._compressed.choices
-
-    @property
-    def residuals(self) -> dict[str, torch.Tensor]:
-        """The residuals of this rank by the parameter's name: float32, in the parameter's shape. Read-only.
-
-        They are views, valid until a round ends (in ``step()``, ``synchronize()`` or ``join()``, or when
-        ``param_groups`` is read), the plan changes, or residuals are loaded: clone what you keep.
-        """
-        return self._compressed.shaped_residuals()
-
-    def flush_residuals(self) -> None:
-        """Have the next round send all gradients and residuals of the plan, so that no residual of it is left.
-
-        If ``tr.Auto`` stops compressing a parameter after a ``replan()``, its residual is not sent. It stays, and
-        ``residual_norm()`` still counts it.
-
-        If you want to evaluate the model after a step, or to discard the residuals, call this on every rank before
-        ``backward()`` of that step. Otherwise the model lacks what is still in the residuals. If that round is skipped
-        (see ``skipped_steps``), call it again. Do not call it while a rank is in ``join()``: that rank goes on with the
-        sparse method, and the exchange fails.
-
-        Raises:
-            ConfigurationError: It was called between ``backward()`` and ``step()``.
-        """
-        self._check_usable(between_rounds=True)
-        if self._compressed.reducer is not None:
-            self._compressed.reducer.send_dense = True
-
-    def residual_state_dict(self) -> dict[str, Any]:
-        """Return the state of the sparse method on this rank.
-
-        Save it together with ``state_dict()``. Training that is resumed from both has the same results, bit by bit, as
-        training that was not interrupted.
-
-        A request of ``flush_residuals`` is not part of the state. Every rank has a state of its own. To resume with a
-        different number of ranks, pass the states of all ranks to ``load_residual_state_dict``. Between ``backward()``
-        and ``step()`` the state is that before the step, as the parameters are.
-
-        Raises:
-            ConfigurationError: Gradients are in flight: it was called between ``backward()`` and ``step()``, with
-                ``overlap="step"``.
-        """
-        self._check_usable()
-        if self._round.in_flight:
-            raise ConfigurationError(
-                "gradients of this step are in flight: call residual_state_dict() before backward(), or after step()"
-            )
-        return self._compressed.state()
-
-    def load_residual_state_dict(self, *states: Mapping[str, Any]) -> None:
-        """Go on from states that ``residual_state_dict`` returned.
-
-        Args:
-            states: This rank's state. If the number of ranks has changed: the states of all previous ranks, which are
-                distributed over the ranks so that the sum of all residuals stays the same.
-
-        Raises:
-            ConfigurationError: States are missing, or of another model. Or it was called between ``backward()`` and
-                ``step()``.
-        """
-        self._check_usable(between_rounds=True)
-        self._compressed.load_state(states)
-
-    def residual_norm(self) -> float:
-        """Return the norm of all residuals of this rank."""
-        return self._compressed.residuals.norm()
-
-    @property
-    def hidden_share(self) -> float | None:
-        """The fraction (0 to 1) of the last step's sparse exchange time that overlapped with backward.
-
-        That is the part of the exchange before ``step()`` began to wait, divided by the time of the whole exchange.
-        ``None`` if the last step had no sparse exchange.
-        """
-        overlap = None if self._compressed.reducer is None else self._compressed.reducer.rounds.overlap
-        return None if overlap is None or not overlap.exchange_s else overlap.hidden_s / overlap.exchange_s
-
-    @property
-    def reports(self) -> list[Report]:
-        """The reports of the sparse method on the last step, by bucket."""
-        return [] if self._compressed.reducer is None else self._compressed.reducer.rounds.reports()
 
     # -------------------- parameter groups
 

@@ -21,7 +21,6 @@ from totalreduce.pytorch.buffers import BufferMode
 from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback
 from totalreduce.pytorch.hooks import has_weak_hook
 from totalreduce.pytorch.initial import Initial
-from totalreduce.pytorch.stepping import SteppingStrategy
 from totalreduce.sparse.session import Method
 from totalreduce.strategies.strategy import Strategy
 
@@ -112,7 +111,7 @@ class PlanSettings:
             raise ConfigurationError(
                 f"sync={self.strategy.name!r} needs overlap='backward': in most of its steps no gradient is exchanged"
             )
-        if isinstance(self.strategy, SteppingStrategy) and self.op is not ReduceOp.AVG:
+        if self.strategy is not None and not self.strategy.can_sum and self.op is not ReduceOp.AVG:
             raise ConfigurationError(f"sync={self.strategy.name!r} takes the average of all ranks, and not op=SUM")
         checks.one_of("join_divisor", self.join_divisor, ("world", "active"))
         if self.initial is not None:
@@ -128,6 +127,11 @@ class PlanSettings:
         if self.strategy is not None:
             settings["strategy"]["name"] = self.strategy.name
         return settings
+
+    @property
+    def can_form_group(self) -> bool:
+        """Whether the steps of a strategy can form a group whose ranks have not met."""
+        return self.strategy is not None and self.strategy.can_form_group
 
     @property
     def wire_dtype(self) -> torch.dtype | None:

@@ -72,7 +72,7 @@ def joined(parts: Mapping[int, Mapping[str, Any]], parameter: torch.Tensor) -> d
 
 
 def state_of(name: str, optimizer: torch.optim.Optimizer, entries: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what ``local_steps.state()`` returns.
+    """Return what ``strategy_steps.state()`` returns.
 
     Args:
         name: The name of the strategy.
@@ -86,14 +86,14 @@ def check_state(state: object, name: str, optimizer: torch.optim.Optimizer) -> d
     """Return the entries of a state by the number of the parameter.
 
     Args:
-        state: What ``local_steps.state()`` has returned.
+        state: What ``strategy_steps.state()`` has returned.
         name: The name of the strategy.
         optimizer: The program's torch optimizer.
 
     Raises:
         ConfigurationError: It is the state of another strategy, of another optimizer, or of another model.
     """
-    advice = "load what local_steps.state() has returned with the same sync=, optimizer and model"
+    advice = "load what strategy_steps.state() has returned with the same sync=, optimizer and model"
     of = state.get("strategy") if isinstance(state, Mapping) else None
     if of != name:
         raise ConfigurationError(f"the state is not that of {name!r} but of {of!r}: {advice}")

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple, Self, final
+from typing import Any, Final, NamedTuple, Self, final
 
 import numpy as np
 import torch
@@ -31,8 +31,9 @@ from totalreduce.kernels.arrays import Array
 from totalreduce.pytorch.elementwise import is_elementwise
 from totalreduce.pytorch.replica import ModelReplica, check_equal
 from totalreduce.pytorch.served_state import check_state, cut, joined, load_entries, numbers_of, saved, state_of
+from totalreduce.pytorch.stepping import GradientSteps, StrategySteps
 from totalreduce.strategies.served import Answer, Push, ServedStrategy
-from totalreduce.strategies.strategy import Strategy
+from totalreduce.strategies.strategy import Strategy, TrainingOfRank
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.work import Work
 
@@ -489,7 +490,7 @@ class _Worker:
     def _held_back(self, server: int) -> DeadlineExceededError:
         return DeadlineExceededError(
             f"rank {server}, a server, did not answer within {self._group.timeout_s:g} s: {self._strategy.name} holds "
-            "this rank back until other ranks go on. Do all ranks train, or call local_steps.finish()? A rank that "
+            "this rank back until other ranks go on. Do all ranks train, or call strategy_steps.finish()? A rank that "
             "waits in a collective between two steps does neither. Repeat the call to wait on"
         )
 
@@ -529,7 +530,7 @@ def observations(staleness: Counter[int], lead: int) -> dict[str, int | float]:
     return {"staleness": mean, "staleness_max": max(staleness, default=0), "lead": lead}
 
 
-class SynchronousSteps:
+class SynchronousSteps(GradientSteps):
     """A strategy with servers whose settings leave no choice: all steps are those of the synchronous optimizer.
 
     Attributes:
@@ -538,19 +539,12 @@ class SynchronousSteps:
         lead: The largest number of steps by which a rank was ahead: 0.
     """
 
-    exchanges_gradients = True
-    is_synchronous: Literal[True] = True
-    is_interrupted = False
+    strategy: Strategy
 
     def __init__(self, strategy: Strategy, optimizer: torch.optim.Optimizer) -> None:
         """Begin. ``optimizer``: the program's torch optimizer."""
         self.strategy, self.lead, self._optimizer = strategy, 0, optimizer
         self.staleness: Counter[int] = Counter()
-
-    @property
-    def waited_s(self) -> float:
-        """The seconds for which a step waited for a server: 0, because there is none."""
-        return 0.0
 
     def figures(self) -> dict[str, int | float | str]:
         """Return the strategy's name, and what was observed. Any thread."""
@@ -575,13 +569,10 @@ class SynchronousSteps:
         """Go on from a state, as ``ServedSteps.load_state`` does."""
         load_entries(self._optimizer, check_state(state, self.strategy.name, self._optimizer))
 
-    def close(self) -> None:
-        """Do nothing: there is no server."""
-
 
 @final
 @never_compiled
-class ServedSteps:
+class ServedSteps(StrategySteps):
     """A strategy with servers on this rank.
 
     Attributes:
@@ -589,22 +580,15 @@ class ServedSteps:
         is_interrupted: Whether a call of ``step`` ran out of time, and must be repeated.
     """
 
-    exchanges_gradients = False
-    is_synchronous: Literal[False] = False
+    strategy: ServedStrategy
 
-    def __init__(
-        self,
-        strategy: ServedStrategy,
-        parameters: Sequence[torch.nn.Parameter],
-        optimizer: torch.optim.Optimizer,
-        group: Group,
-        name: str,
-    ) -> None:
-        """Begin. Collective; arguments and errors as for ``LocalSteps``."""
-        self.strategy, self._optimizer, self._parameters = strategy, optimizer, list(parameters)
+    def __init__(self, strategy: ServedStrategy, training: TrainingOfRank) -> None:
+        """Begin. Collective; errors as of ``LocalSteps``."""
+        group, optimizer = training.group, training.optimizer
+        self.strategy, self._optimizer, self._parameters = strategy, optimizer, list(training.parameters)
         self._home = HomeProcess("the server of a strategy")
-        check_equal(ModelReplica(parameters, optimizer), strategy.name, group, name)
-        self._group = group.control.subgroup(range(group.world_size), name=f"{name}.servers")
+        check_equal(ModelReplica(self._parameters, optimizer), strategy.name, group, training.name)
+        self._group = group.control.subgroup(range(group.world_size), name=f"{training.name}.servers")
         self._loss: Any = None  #: That of the closure of an interrupted step.
         self._begin()
 
@@ -636,8 +620,8 @@ class ServedSteps:
         self._home.check()
         if self._has_finished:
             raise ConfigurationError(
-                "local_steps.finish() was called, so the servers take no more gradients: to train on, call "
-                "local_steps.load_state(local_steps.state()) on all ranks"
+                "strategy_steps.finish() was called, so the servers take no more gradients: to train on, call "
+                "strategy_steps.load_state(strategy_steps.state()) on all ranks"
             )
         if not self.is_interrupted:
             if closure is not None:
@@ -647,7 +631,7 @@ class ServedSteps:
             self._worker.push(self._server, self._clock)
             self._clock += 1
         self._worker.await_answers(self._server)
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # or torch's schedulers warn: no step was taken
+        self._optimizer._opt_called = True  # or torch's schedulers warn: no step was taken
         self.is_interrupted = False
         loss, self._loss = self._loss, None
         return loss
@@ -687,8 +671,8 @@ class ServedSteps:
                 late = self._server.await_others(group.timeout_s)
                 if late:
                     raise DeadlineExceededError(
-                        f"rank(s) {late} have not called local_steps.finish() within {group.timeout_s:g} s. Repeat the "
-                        "call to wait on"
+                        f"rank(s) {late} have not called strategy_steps.finish() within {group.timeout_s:g} s. Repeat "
+                        "the call to wait on"
                     )
             self._final = [self._final_parameters(server, share) for server, share in enumerate(self._shares) if share]
         while self._final:
@@ -719,8 +703,8 @@ class ServedSteps:
         self._home.check()
         if not self._has_finished or self._final is None or self._final:
             raise ConfigurationError(
-                "a strategy with servers has a state after local_steps.finish(): call it on all ranks, then state(), "
-                "and to train on load_state() with the result"
+                "a strategy with servers has a state after strategy_steps.finish(): call it on all ranks, then "
+                "state(), and to train on load_state() with the result"
             )
         numbers = numbers_of(self._optimizer)
         own = [(numbers[parameter], begin, entry) for parameter, begin, entry in self._server.state()]
@@ -746,7 +730,7 @@ class ServedSteps:
         """
         self._home.check()
         if self._clock and (self._final is None or self._final):
-            raise ConfigurationError("steps were taken: call local_steps.finish() on all ranks before load_state()")
+            raise ConfigurationError("steps were taken: call strategy_steps.finish() on all ranks before load_state()")
         entries = check_state(state, self.strategy.name, self._optimizer)
         load_entries(self._optimizer, entries)
         if self._has_finished:

@@ -1,45 +1,76 @@
-"""Strategies that bring their own steps, from floors above this one."""
+"""What ``DistributedOptimizer`` knows of a strategy: its steps on one rank."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.groups.group import Group
-from totalreduce.pytorch.deferred import DeferredBuckets
-from totalreduce.strategies.strategy import Replica, Strategy, StrategySession
+from totalreduce.pytorch.deferred import DeferredBuckets, DeferredUpdates
+from totalreduce.pytorch.round import RoundGuard
+from totalreduce.strategies.strategy import Strategy
 
-if TYPE_CHECKING:
-    from totalreduce.pytorch.served_steps import SynchronousSteps
-
-__all__ = ["DeferringSteps", "OwnSteps", "SteppingStrategy"]
+__all__ = ["GradientSteps", "StrategySteps"]
 
 
-class OwnSteps(ABC):
+class StrategySteps(ABC):
     """The steps of a strategy on one rank.
 
+    If the next step exchanges gradients, ``DistributedOptimizer`` takes it as without a strategy, and then calls
+    ``stepped``. Otherwise it calls ``take``.
+
     Attributes:
-        strategy: Its settings.
+        strategy: The settings; ``None``: there is no strategy.
+        is_synchronous: Whether all steps exchange gradients.
         is_interrupted: Whether a call of ``step`` ran out of time, and must be repeated.
+        lasts: Whether these steps can go on in a group with other members (``undo``, ``enter``).
+        sees_gradients: Whether ``ready`` is to be called.
+        arriving: The buckets that may arrive after the step that has asked for them; ``None``: these steps never end
+            before what they have asked for has come.
     """
 
-    exchanges_gradients: ClassVar[Literal[False]] = False
-    is_synchronous: ClassVar[Literal[False]] = False
+    is_synchronous: ClassVar[bool] = False
+    lasts: ClassVar[bool] = False
+    sees_gradients: ClassVar[bool] = False
 
-    strategy: Strategy
-    is_interrupted: bool
+    strategy: Strategy | None
+    is_interrupted: bool = False
+    arriving: DeferredBuckets | None = None
+
+    @property
+    def exchanges_gradients(self) -> bool:
+        """Whether the next step uses the gradients of all ranks."""
+        return False
 
     @abstractmethod
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step with this rank's gradients; return the closure's loss."""
 
+    def take(
+        self,
+        closure: Callable[[], Any] | None,
+        guard: RoundGuard | None,
+        deferred: DeferredUpdates,
+        flush: Callable[[], None],
+    ) -> Any:
+        """Take a step as ``step`` does. It may end before its updates have arrived, or need the consent of a guard.
+
+        Args:
+            closure: As of ``step``. With a guard there is none.
+            guard: If these steps last, ``undo`` can undo the step until the guard has agreed to it.
+            deferred: If there are buckets that arrive: makes the updates in the next forward pass, where possible.
+            flush: Has all deferred updates made, and is called before anything that needs them.
+        """
+        del guard, deferred, flush
+        return self.step(closure)
+
     @abstractmethod
     def stepped(self) -> None:
-        """Count a step that was left out on this rank."""
+        """Count a step that ``step`` has not taken: one with the gradients of all ranks, or one that was left out."""
 
     def use_buckets(self, buckets: Sequence[Sequence[int]]) -> None:  # noqa: B027  (most strategies do not)
         """Note the buckets of gradients in which the strategy may send them: parameters by number, last ones first."""
@@ -47,10 +78,37 @@ class OwnSteps(ABC):
     def ready(self, number: int) -> None:  # noqa: B027
         """Note that backward has completed the gradient of a parameter of this step, by number. One call at a time."""
 
+    def note_gradient(self, parameter: torch.Tensor, *, keeps_sparse: bool) -> None:
+        """Note a gradient of this rank, which may become dense.
+
+        Raises:
+            ConfigurationError: The last step was interrupted, and needs the gradients that it had.
+        """
+        if self.is_interrupted:
+            raise ConfigurationError(
+                "the last step() was interrupted and is unfinished. Repeat that call until it returns, then call "
+                "backward()"
+            )
+        if not keeps_sparse and parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
+
+    def join(self, *, is_guarded: bool) -> int:
+        """Take part in the exchanges of the others until all ranks have joined; return the rank with the most steps.
+
+        Collective. ``is_guarded``: whether ranks train in ``tr.recoverable``.
+
+        Raises:
+            ConfigurationError: The strategy does not support it.
+        """
+        where = " in tr.recoverable" if is_guarded else ""
+        raise ConfigurationError(
+            f"join() does not support sync={_name(self.strategy)!r}{where}: give all ranks the same number of steps"
+        )
+
     @property
-    @abstractmethod
     def waited_s(self) -> float:
         """The seconds for which steps were blocked by other ranks, as far as the engine does not know of it."""
+        return 0.0
 
     @abstractmethod
     def figures(self) -> dict[str, int | float | str]:
@@ -60,43 +118,52 @@ class OwnSteps(ABC):
     def trains(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Whether the strategy trains these parameters."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def check_trains(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Raise ``ConfigurationError`` if these are not the parameters that the strategy has begun with."""
+        if not self.trains(parameters):
+            raise ConfigurationError(
+                f"sync={_name(self.strategy)!r} goes on with the trainable parameters that it has begun with: replan() "
+                "and add_param_group() cannot change them. Close this optimizer, call "
+                "tr.broadcast_parameters(model, group), and build a new DistributedOptimizer"
+            )
+
+    def undo(self) -> None:  # noqa: B027
+        """Undo a guarded step to which the guard has not agreed, if there is one."""
+
+    def enter(self, group: Group, name: str) -> None:
+        """Go on after ``close``, in the group with its new members. Collective. Only of steps that last.
+
+        ``name``: different from that of every other optimizer of the group.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:  # noqa: B027
         """End. Harmless when called twice."""
 
 
-class DeferringSteps(OwnSteps):
-    """Steps that can end before what they have asked for has come: it is taken over bucket by bucket.
-
-    Attributes:
-        arriving: What the last step has asked for.
-    """
-
-    arriving: DeferredBuckets
-
-    @abstractmethod
-    def begin_step(self, priorities: Mapping[int, int], defer: Callable[[], None], flush: Callable[[], None]) -> None:
-        """Take a step up to the point where this rank would wait. Errors as of ``step``; repetitions go on.
-
-        Args:
-            priorities: By bucket: its place in the order in which forward needs them.
-            defer: Notes that the buckets are on the way. Not called if a step is repeated that was to wait.
-            flush: Has all buckets taken. Called before anything that needs the step to be over.
-        """
+def _name(strategy: Strategy | None) -> str | None:
+    return None if strategy is None else strategy.name
 
 
-class SteppingStrategy(Strategy):
-    """The settings of a strategy that makes its own steps."""
+class GradientSteps(StrategySteps):
+    """Steps that all exchange gradients, as those without a strategy do."""
 
-    __slots__ = ()
+    is_synchronous = True
+    exchanges_gradients = True
+    strategy: Strategy | None = None
 
-    def session(self, replica: Replica, rank: int, world_size: int) -> StrategySession:
-        """Refuse: such a strategy has no session that a driver carries out."""
-        del replica, rank, world_size
-        raise ConfigurationError(f"{self.name} makes its own steps")
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Raise an error: ``DistributedOptimizer`` takes these steps."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def steps(
-        self, parameters: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer, group: Group, name: str
-    ) -> OwnSteps | SynchronousSteps:
-        """Return the steps. Collective; arguments as for ``LocalSteps``."""
+    def stepped(self) -> None:
+        """Do nothing."""
+
+    def figures(self) -> dict[str, int | float | str]:
+        """Return nothing."""
+        return {}
+
+    def trains(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        """Return true: the parameters may change."""
+        del parameters
+        return True

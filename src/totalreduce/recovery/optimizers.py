@@ -235,7 +235,7 @@ class Optimizers:
 
 def steps_of(optimizer: DistributedOptimizer) -> LocalSteps:
     """Return the steps of a strategy that ``_check_strategies`` has not refused."""
-    steps = optimizer.local_steps
+    steps = optimizer.strategy_steps
     assert isinstance(steps, LocalSteps)
     return steps
 

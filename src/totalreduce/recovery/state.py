@@ -362,7 +362,7 @@ class State:
     def _strategies(self) -> dict[str, LocalSteps]:
         """Return the steps of the optimizers with a strategy that can be recovered."""
         steps = {
-            name: each.local_steps
+            name: each.strategy_steps
             for name, each in self.optimizers.items()
             if isinstance(each, DistributedOptimizer) and each.strategy is not None
         }

@@ -26,11 +26,12 @@ from totalreduce.codecs.codec import Codec, check_codec
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import ReduceOp
-from totalreduce.groups.group import Group
 from totalreduce.kernels import quantisation
+from totalreduce.pytorch.deferred import DeferredUpdates
 from totalreduce.pytorch.replica import ModelReplica, check_equal
+from totalreduce.pytorch.round import RoundGuard
 from totalreduce.pytorch.served_steps import SynchronousSteps, observations
-from totalreduce.pytorch.stepping import DeferringSteps, OwnSteps, SteppingStrategy
+from totalreduce.pytorch.stepping import StrategySteps
 from totalreduce.server.arriving import ArrivingBuckets, await_all
 from totalreduce.server.clocks import Consistency, Sequential
 from totalreduce.server.connecting import connect
@@ -39,6 +40,7 @@ from totalreduce.server.early import EarlyBuckets
 from totalreduce.server.optimizers import Optimizer, Replace, Sum
 from totalreduce.server.rows import WIDTH, ModelRows
 from totalreduce.server.torch_rule import Torch
+from totalreduce.strategies.strategy import Strategy, TrainingOfRank
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.work import Work
 
@@ -48,7 +50,7 @@ _SEQUENTIAL = Sequential()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ParameterServer(SteppingStrategy):
+class ParameterServer(Strategy):
     """Settings of training with a parameter server that has the model.
 
     Attributes:
@@ -61,7 +63,7 @@ class ParameterServer(SteppingStrategy):
         servers: The ranks that have the parameters, as in ``tr.ps.connect``: by default those that only serve
             (``totalreduce run --servers``), or all.
         shards: The number of parts of the parameters; by default as many as servers.
-        restore: A folder in which ``local_steps.save`` has written: parameters and the state of servers are those of
+        restore: A folder in which ``strategy_steps.save`` has written: parameters and the state of servers are those of
             its last snapshot.
         overlap: Whether gradients are pushed during the backward pass, where gradients are pushed at all. Servers keep
             them until the step, and without a codec the results have the same bits. But a gradient that has left counts
@@ -75,6 +77,8 @@ class ParameterServer(SteppingStrategy):
 
     name: ClassVar[str] = "parameter_server"
     can_defer: ClassVar[bool] = True
+    can_sum: ClassVar[bool] = False
+    can_form_group: ClassVar[bool] = True
 
     consistency: Consistency = _SEQUENTIAL
     optimizer: Literal["server", "worker"] = "server"
@@ -109,25 +113,24 @@ class ParameterServer(SteppingStrategy):
             "the servers outlive losses (docs/strategies-parameter-server.md)"
         )
 
-    def steps(
-        self, parameters: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer, group: Group, name: str
-    ) -> OwnSteps | SynchronousSteps:
-        """Return the steps of this rank.
+    def steps(self, training: TrainingOfRank) -> StrategySteps:
+        """Return the steps of this rank. Collective.
 
         Synchronous steps without a codec, with a server on each rank, are those of the synchronous optimizer: its
         allreduce moves as many bytes.
         """
+        group = training.group
         if group.formation is not None:
             if self.optimizer == "worker" and self.consistency.bound == 0:
                 raise ConfigurationError(
                     "with --on-loss, tr.ParameterServer(optimizer='worker') needs tr.ps.Bounded(1) or more: in "
                     "synchronous steps servers have no parameters for a worker that takes the place of a lost one"
                 )
-            return ServerSteps(self, parameters, optimizer, group, name)
+            return ServerSteps(self, training)
         is_plain = self.codec is None and self.servers is None and self.restore is None
         if self.is_synchronous(group.world_size) and is_plain and group.with_servers is None:
-            return AllreduceSteps(self, optimizer)
-        return ServerSteps(self, parameters, optimizer, group, name)
+            return AllreduceSteps(self, training.optimizer)
+        return ServerSteps(self, training)
 
     def is_synchronous(self, world_size: int) -> bool:
         """Whether no rank may be ahead of another one."""
@@ -158,40 +161,38 @@ class AllreduceSteps(SynchronousSteps):
 
 @final
 @never_compiled
-class ServerSteps(DeferringSteps):
+class ServerSteps(StrategySteps):
     """A model on a parameter server: the part of one rank.
 
-    With ``overlap="iterations"`` (``begin_step``), a step asks for each bucket by itself, in the order in which forward
+    With ``overlap="iterations"`` (``take``), a step asks for each bucket by itself, in the order in which forward
     needs them. Servers answer in this order, so that the first layers compute while later ones are on the way.
 
     Attributes:
         strategy: The settings.
         is_interrupted: Whether a call of ``step`` ran out of time, and must be repeated.
-        arriving: The buckets for which a step with ``begin_step`` has asked.
+        arriving: The buckets for which a step that ends early has asked.
     """
 
-    def __init__(
-        self,
-        strategy: ParameterServer,
-        parameters: Sequence[torch.nn.Parameter],
-        optimizer: torch.optim.Optimizer,
-        group: Group,
-        name: str,
-    ) -> None:
-        """Begin. Collective; arguments as for ``LocalSteps``.
+    sees_gradients = True
+    strategy: ParameterServer
+
+    def __init__(self, strategy: ParameterServer, training: TrainingOfRank) -> None:
+        """Begin. Collective.
 
         Raises:
             ConfigurationError: The ranks do not begin with the same parameters; or a server cannot run this torch
                 optimizer, or the codec cannot encode parameters of this type.
             RecoveryError: The snapshot cannot be restored.
         """
-        self.strategy, self._inner, self._group, self._name = strategy, optimizer, group, name
+        optimizer: torch.optim.Optimizer = training.optimizer
+        parameters, group = training.parameters, training.group
+        self.strategy, self._inner, self._group, self._name = strategy, optimizer, group, training.name
         self.is_interrupted = False
         self._loss: Any = None
         replica = ModelReplica(parameters, optimizer)
         self._in_job = group.formation is not None
         if not self._in_job:  # otherwise each worker takes over what the servers have
-            check_equal(replica, strategy.name, group, name)
+            check_equal(replica, strategy.name, group, training.name)
         self._rows = rows = ModelRows(parameters, replica.dtype)
         self._is_coded = strategy.codec is not None
         self._early: EarlyBuckets | None = None
@@ -302,20 +303,33 @@ class ServerSteps(DeferringSteps):
 
     # --------------------------------------------------------------------------------------------- steps that end early
 
-    def begin_step(self, priorities: Mapping[int, int], defer: Callable[[], None], flush: Callable[[], None]) -> None:
-        """See ``DeferringSteps``."""
+    def take(
+        self,
+        closure: Callable[[], Any] | None,
+        guard: RoundGuard | None,
+        deferred: DeferredUpdates,
+        flush: Callable[[], None],
+    ) -> Any:
+        """Take a step; if its updates can be deferred, only up to the point where this rank would wait.
+
+        Errors as of ``step``. A repetition goes on with the interrupted step, and waits if that was to wait.
+        """
+        del guard
+        if closure is not None or not deferred.possible:
+            return self.step(closure)
         if self.is_interrupted and not self._ends_early:
             self._end_step()
-            return
+            return None
         if not self.is_interrupted:
             self._begin()
             with self._once():
                 self._push_step(None)
-                self._submit_end(priorities, flush)
+                self._submit_end(deferred.priorities, flush)
         self._check_repeatable()
         if self.arriving.is_waiting:
-            defer()
+            deferred.begin(flush)
         self.is_interrupted = False
+        return None
 
     # -------------------------------------------------------------------------------------------------- parts of steps
 
@@ -358,15 +372,14 @@ class ServerSteps(DeferringSteps):
         self._is_unrepeatable = False
 
     def use_buckets(self, buckets: Sequence[Sequence[int]]) -> None:
-        """See ``OwnSteps``: these buckets are pushed during backward, if gradients are pushed at all."""
-        assert isinstance(self.strategy, ParameterServer)
+        """See ``StrategySteps``: these buckets are pushed during backward, if gradients are pushed at all."""
         self.arriving.buckets_members = [tuple(members) for members in buckets]
         overlaps = self._is_synchronous if self.strategy.overlap is None else self.strategy.overlap
         if overlaps and self._takes_gradients and self._early is None:
             self._early = EarlyBuckets(buckets, self._rows.parameters, is_fixed=self._in_job)
 
     def ready(self, number: int) -> None:
-        """See ``OwnSteps``: push the buckets that are complete; servers keep them until the step."""
+        """See ``StrategySteps``: push the buckets that are complete; servers keep them until the step."""
         early = self._early
         if early is None or self._has_finished or self._last_clock is not None:
             return
@@ -392,7 +405,7 @@ class ServerSteps(DeferringSteps):
 
     def _check_open(self) -> None:
         if self._last_clock is not None or self._has_finished:
-            raise ConfigurationError("local_steps.finish() was called, so the servers take no more gradients")
+            raise ConfigurationError("strategy_steps.finish() was called, so the servers take no more gradients")
         if self._has_other_settings:
             raise ConfigurationError(
                 "the settings of the torch optimizer have changed, and servers have those of the begin, except the "
@@ -472,7 +485,7 @@ class ServerSteps(DeferringSteps):
     def _submit_end(self, priorities: Mapping[int, int] | None = None, flush: Callable[[], None] | None = None) -> None:
         """End the step, and ask for what the servers have then: all at once, or each bucket by itself.
 
-        ``priorities``, ``flush``: those of ``begin_step``, if the step ends early.
+        ``priorities``, ``flush``: those of ``take``, if the step ends early.
         """
         client, rows = self._client, self._rows
         if self._early is not None:
@@ -581,7 +594,7 @@ class ServerSteps(DeferringSteps):
                 "torch optimizer"
             )
         if self._has_finished:
-            raise ConfigurationError("local_steps.finish() was called: call save() before it")
+            raise ConfigurationError("strategy_steps.finish() was called: call save() before it")
         if self.is_interrupted:
             raise ConfigurationError("the last step() was interrupted: repeat it until it returns")
         if self._early is not None and self._early.have_left:

@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 
 from totalreduce.foundation import checks
-from totalreduce.foundation.errors import ConfigurationError, ProtocolError
+from totalreduce.foundation.errors import ProtocolError
 from totalreduce.kernels.arrays import Array
-from totalreduce.strategies.strategy import ROUNDS, Replica, Strategy, StrategySession
+from totalreduce.strategies.strategy import ROUNDS, Strategy, TrainingOfRank
 
 __all__ = ["AsyncGossip", "GossipNode"]
 
@@ -47,10 +47,9 @@ class AsyncGossip(Strategy):
         checks.integer_fields(self, "period", minimum=1)
         checks.integer_fields(self, "seed", minimum=0)
 
-    def session(self, replica: Replica, rank: int, world_size: int) -> StrategySession:
-        """Refuse: ranks exchange parameters at times of their own."""
-        del replica, rank, world_size
-        raise ConfigurationError(f"{self.name} has no exchanges in which all ranks take part")
+    def steps(self, training: TrainingOfRank) -> Any:
+        """Return the steps of one rank. Collective."""
+        return training.by_gossip(self)
 
     def recovery_obstacle(self) -> str:
         """Return that ranks are at different steps."""

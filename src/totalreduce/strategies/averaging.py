@@ -37,8 +37,8 @@ class LocalSGD(Strategy):
         optimizer_state: ``"keep"``: each rank keeps the state of its optimizer. ``"average"``: it is averaged, too;
             all ranks must then have a state of the same parameters, otherwise all raise ``ConfigurationError``.
         weights: ``"equal"``, or ``"samples"``: a rank counts by the samples that it has used since the last average
-            (``optimizer.local_steps.count_samples``), and all count alike if none has counted any; not with a period of
-            1, in which gradients count alike.
+            (``optimizer.strategy_steps.count_samples``), and all count alike if none has counted any; not with a period
+            of 1, in which gradients count alike.
         codec: Encodes the difference to the last average, with error feedback; not with a period of 1, in which no
             parameters are sent. ``None``: parameters are sent as they are. So they are in an exchange in which a rank
             has values that no codec encodes (NaN, infinite, beyond 1e30), as with every strategy that takes a codec.

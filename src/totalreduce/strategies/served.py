@@ -29,12 +29,12 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError
 from totalreduce.kernels.arrays import Array
-from totalreduce.strategies.strategy import ROUNDS, Replica, Strategy, StrategySession
+from totalreduce.strategies.strategy import ROUNDS, Strategy, TrainingOfRank
 
 __all__ = [
     "Answer",
@@ -171,10 +171,9 @@ class ServedStrategy(Strategy):
 
     __slots__ = ()
 
-    def session(self, replica: Replica, rank: int, world_size: int) -> StrategySession:
-        """Refuse: such a strategy has sessions on servers (``serve``)."""
-        del replica, rank, world_size
-        raise ConfigurationError(f"{self.name} is carried out by servers, and not by sessions of the ranks")
+    def steps(self, training: TrainingOfRank) -> Any:
+        """Return the steps of one rank. Collective."""
+        return training.by_servers(self)
 
     def recovery_obstacle(self) -> str:
         """Return that servers have the state."""

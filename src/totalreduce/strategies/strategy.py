@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
 from totalreduce.codecs.codec import Codec
+from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.kernels import quantisation
 from totalreduce.kernels.arrays import Array
 from totalreduce.sparse.actions import Action, Allreduce, Exchange
 from totalreduce.sparse.coded import coded_sum
 
-__all__ = ["ROUNDS", "Pending", "Replica", "RestartableSession", "Strategy", "StrategySession", "mean_of"]
+if TYPE_CHECKING:
+    from totalreduce.groups.group import Group
+
+__all__ = [
+    "ROUNDS",
+    "Pending",
+    "Replica",
+    "RestartableSession",
+    "Strategy",
+    "StrategySession",
+    "TrainingOfRank",
+    "mean_of",
+]
 
 #: What programs do with a strategy whose state ``tr.recoverable`` cannot keep.
 ROUNDS = "Or train in rounds of tr.attempts (docs/recovery-strategies.md, Rounds)"
@@ -132,22 +145,69 @@ class RestartableSession(StrategySession, Protocol):
         """
 
 
+class TrainingOfRank(Protocol):
+    """A model that is trained on one rank, and the ways in which a strategy can train it (``pytorch/training.py``)."""
+
+    @property
+    def parameters(self) -> Sequence[Any]:
+        """The parameters that are trained, torch's."""
+
+    @property
+    def optimizer(self) -> Any:
+        """The program's torch optimizer."""
+
+    @property
+    def group(self) -> Group:
+        """The ranks."""
+
+    @property
+    def name(self) -> str:
+        """A name that no other optimizer of the group has."""
+
+    @property
+    def compares(self) -> bool:
+        """Whether ranks compare the parameters that they begin with. Otherwise they begin together later."""
+
+    def by_exchanges(self, strategy: Any) -> Any:
+        """Return steps between which all ranks exchange what the strategy's sessions say (``Strategy.session``)."""
+
+    def by_servers(self, strategy: Any) -> Any:
+        """Return steps that send gradients to servers (``served.ServedStrategy``)."""
+
+    def by_gossip(self, strategy: Any) -> Any:
+        """Return steps between which two ranks exchange parameters (``async_gossip.AsyncGossip``)."""
+
+
 class Strategy(ABC):
     """The settings of a strategy, as a frozen dataclass; equal on all ranks.
 
     Attributes:
         name: The strategy's name.
         can_defer: Whether its steps can end before what they have asked for has come (``overlap="iterations"``).
+        can_sum: Whether ``op=SUM`` is supported.
+        can_form_group: Whether its steps can form a group whose ranks can be replaced, and find out by themselves
+            whether the ranks agree.
     """
 
     __slots__ = ()
 
     name: ClassVar[str]
     can_defer: ClassVar[bool] = False
+    can_sum: ClassVar[bool] = True
+    can_form_group: ClassVar[bool] = False
 
-    @abstractmethod
+    def steps(self, training: TrainingOfRank) -> Any:
+        """Return the steps of one rank, a ``pytorch.stepping.StrategySteps``. Collective."""
+        return training.by_exchanges(self)
+
     def session(self, replica: Replica, rank: int, world_size: int) -> StrategySession:
-        """Return the session of one rank. All replicas are equal."""
+        """Return the session of one rank. All replicas are equal.
+
+        Raises:
+            ConfigurationError: The strategy has no exchanges in which all ranks take part.
+        """
+        del replica, rank, world_size
+        raise ConfigurationError(f"{self.name} has no exchanges in which all ranks take part")
 
     def can_join(self) -> bool:
         """Whether a rank without data may take part in the exchanges of the others (``DistributedOptimizer.join``)."""

@@ -126,7 +126,7 @@ class StrategyRanks:
         self._apply_due(self.steps)
 
     def finish(self) -> None:
-        """Make the parameters of all ranks equal, as ``local_steps.finish()`` does. More steps may follow."""
+        """Make the parameters of all ranks equal, as ``strategy_steps.finish()`` does. More steps may follow."""
         self._apply_due(math.inf)
         self._carry_out([session.ending() for session in self.sessions])
         self._apply_due(self.steps)

@@ -59,11 +59,11 @@ def main() -> None:
                     for parameter in trained:
                         parameter.grad = torch.full_like(parameter, -1.0)
                     optimizer.step()
-                optimizer.local_steps.finish()
+                optimizer.strategy_steps.finish()
                 if arguments.strategy == "async_gossip":
                     tr.broadcast_optimizer_state(inner, group)
                 else:
-                    optimizer.local_steps.load_state(optimizer.local_steps.state())
+                    optimizer.strategy_steps.load_state(optimizer.strategy_steps.state())
                 model.load_state_dict(trained.state_dict())
                 kept.load_state_dict(copy.deepcopy(inner.state_dict()))
                 state.sizes = [*state.sizes, group.world_size]

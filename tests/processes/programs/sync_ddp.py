@@ -43,7 +43,7 @@ def ddp():
         model(inputs).square().mean().backward()
         optimizer.step()
         look()
-    optimizer.local_steps.finish()
+    optimizer.strategy_steps.finish()
 
 
 def accelerate():

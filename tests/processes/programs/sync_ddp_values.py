@@ -99,7 +99,7 @@ def train(sync, expected, where, set_to_none):
         scaler.step(optimizer)
         scaler.update()
         if scaler.get_scale() < before and optimizer is not sgd:
-            optimizer.local_steps.stepped()
+            optimizer.strategy_steps.stepped()
         scales.append(scaler.get_scale())
         got = np.concatenate([parameter.detach().numpy().ravel() for parameter in model.module.parameters()])
         assert np.array_equal(got, wanted), (sync, where, set_to_none, step, np.flatnonzero(got != wanted))
