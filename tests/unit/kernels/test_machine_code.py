@@ -15,6 +15,7 @@ from totalreduce.kernels import exchange, machine_code, relay
 
 def test_without_a_home_no_process_compiles(monkeypatch, tmp_path):
     monkeypatch.setattr(machine_code, "cache_folder", lambda: None)
+    (tmp_path / "doubling.py").touch()
     function = machine_code.CompiledFunction("doubling", 1, (tmp_path / "doubling.py",), "what doubles")
     with pytest.raises(machine_code.NotKeptError, match="this user has no home"):
         machine_code.load(function)
