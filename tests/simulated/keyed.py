@@ -10,19 +10,20 @@ import numpy as np
 
 from totalreduce.codecs.codec import Codec
 from totalreduce.foundation.errors import RefusedError
-from totalreduce.server.client import Call, Client, Manner
+from totalreduce.server.client import Client
 from totalreduce.server.clocks import FINISHED, Consistency
 from totalreduce.server.handover import Holdings, Standing
 from totalreduce.server.layout import Layout
 from totalreduce.server.messages import Kind, Message, Spec
 from totalreduce.server.optimizers import Optimizer, Sum
 from totalreduce.server.placement import chains_of
+from totalreduce.server.requests import Call, PushOptions
 from totalreduce.server.server import Server
 from totalreduce.server.shard import Shard
 from totalreduce.server.table import Table
 
 NUM_KEYS = 40
-HELD = Manner(is_held=True)
+HELD = PushOptions(is_held=True)
 
 
 class ProcessLost(Exception):

@@ -375,7 +375,9 @@ def without_waiting_for_the_chain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def without_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that is run again numbers its pushes anew."""
-    monkeypatch.setattr(Client, "_mark", lambda self, _kind: self._next + self.clock * 1000 + id(self) % 1000 * 10**6)
+    monkeypatch.setattr(
+        Client, "_next_mark", lambda self, _kind: self._next + self.clock * 1000 + id(self) % 1000 * 10**6
+    )
 
 
 def without_catching_up(monkeypatch: pytest.MonkeyPatch) -> None:
