@@ -3,10 +3,12 @@
 import sys
 
 _running = []
+#: As they are before tests change them.
+_INTERPRETERS = (sys.executable, sys._base_executable)
 
 
 def _refuse(event, arguments):
-    if event == "subprocess.Popen" and _running and arguments[0] in (sys.executable, sys._base_executable):
+    if event == "subprocess.Popen" and _running and arguments[0] in _INTERPRETERS:
         raise AssertionError(f"{_running[-1]} starts an interpreter: such a test belongs in tests/processes")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -106,17 +107,17 @@ class Backend(Protocol):
 @final
 @never_compiled
 class _Known:
-    """The last allreduce of a name, which was checked, for further ones with the same arguments.
+    """The last allreduce of a name, which was checked and has ended well, for further ones with the same arguments.
 
-    It keeps no tensor, and no memory of one.
+    It keeps no tensor, and no memory of one: an operation that has failed may still hold its memory, so it is not kept.
 
     Attributes:
+        name: The name of the operation.
         submission: What is submitted again.
         patience_s: The time-out of ``Work.wait``, in seconds.
-        is_idle: Whether the last operation has ended well: then nothing needs its memory any more.
     """
 
-    __slots__ = ("_op", "_options", "_place", "_shape", "_tensor", "_type", "is_idle", "patience_s", "submission")
+    __slots__ = ("_op", "_options", "_place", "_shape", "_tensor", "_type", "name", "patience_s", "submission")
 
     def __init__(
         self,
@@ -128,14 +129,13 @@ class _Known:
         patience_s: float,
     ) -> None:
         self._tensor, self._op, self._options, self._place = weakref.ref(tensor), op, options, place
-        self._shape, self._type = tensor.shape, tensor.dtype
-        self.submission, self.patience_s, self.is_idle = submission, patience_s, False
+        self._shape, self._type, self.name = tensor.shape, tensor.dtype, place.name
+        self.submission, self.patience_s = submission, patience_s
 
     def fits(self, tensor: torch.Tensor, op: ReduceOp, options: Options) -> bool:
-        """Return whether it is idle, the arguments are the same, and the tensor lies where it did."""
+        """Return whether the arguments are the same, and the tensor lies where it did."""
         return (
-            self.is_idle
-            and self._tensor() is tensor
+            self._tensor() is tensor
             and self._op is op
             and self._options == options
             and tensor.data_ptr() == self._place.span.start
@@ -144,13 +144,9 @@ class _Known:
             and is_plain(tensor)
         )
 
-    def end(self) -> None:
-        """Note that the operation has ended well."""
-        self.is_idle = True
-
     def operation(self, tensor: torch.Tensor) -> CheckedOperation:
         """Return the next operation on the tensor, for which ``fits`` has returned true."""
-        submission, self.is_idle = self.submission, False
+        submission = self.submission
         return CheckedOperation(submission.signature, submission.buffers, Operands.again(self._place, tensor), tensor)
 
 
@@ -164,12 +160,12 @@ class EngineBackend:
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
         self._rank, self._size = operations.rank, operations.world_size
-        #: By name: the last allreduce; the name that was new first comes first.
+        #: By name: the last allreduce. One that is in flight is not here; when it has ended well, it is the newest.
         self._known: OrderedDict[str, _Known] = OrderedDict()
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp, options: Options) -> Work:
         name = options.name
-        known = self._known.get(name) if isinstance(name, str) else None
+        known = self._known.pop(name, None) if isinstance(name, str) else None
         if known is not None and known.fits(tensor, op, options):
             operation = known.operation(tensor)
         else:
@@ -180,12 +176,16 @@ class EngineBackend:
             if name is None or place is None:
                 return self._submit(operation, options)
             submitted = self._operations.submission(operation, name, options.priority, options.timeout_s)
-            known = self._known[name] = _Known(tensor, op, options, place, *submitted)
-            if len(self._known) > _KNOWN_MAX:
-                self._known.popitem(last=False)
+            known = _Known(tensor, op, options, place, *submitted)
         assert operation.operands is not None
-        operation.operands.then = known.end
+        operation.operands.then = functools.partial(self._keep, known)
         return self._operations.start(operation, known.submission, known.patience_s)
+
+    def _keep(self, known: _Known) -> None:
+        """Keep an allreduce that has ended well, in place of the oldest one if there are too many."""
+        if len(self._known) >= _KNOWN_MAX:
+            self._known.popitem(last=False)
+        self._known[known.name] = known
 
     def prepare_allreduce(self, tensor: torch.Tensor, op: ReduceOp, options: Options) -> PreparedOperation:
         name, algorithm = options.shown, options.algorithm
