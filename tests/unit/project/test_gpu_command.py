@@ -64,9 +64,3 @@ def test_checks_that_find_no_time_are_skipped(gpu, monkeypatch, capsys) -> None:
 def test_a_check_that_hangs_is_killed_with_its_processes(gpu) -> None:
     code, _ = gpu._call(["sleep", "60"], 0.3)
     assert code is None
-
-
-@pytest.mark.slow
-def test_the_checks_run_on_the_cpu(gpu, capsys) -> None:
-    assert gpu.main(["--rehearse", "staging", "ddp", "ddp-hook", "optimizer"]) == 0
-    assert "4 passed, 0 skipped, 0 failed" in capsys.readouterr().out
