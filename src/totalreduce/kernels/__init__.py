@@ -22,7 +22,11 @@ class _LoadedWhenUsed(ModuleType):
     """Stands for a module until that is loaded. ``importlib.util.LazyLoader`` may be used by one thread only (3.11)."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module(self.__name__), name)
+        module = vars(self).get("module")
+        if module is None:
+            module = vars(self)["module"] = importlib.import_module(self.__name__)
+        # Nothing else is kept here: a kernel becomes its twin in the module (``compiled.use_twins``).
+        return getattr(module, name)
 
 
 def __getattr__(name: str) -> ModuleType:
