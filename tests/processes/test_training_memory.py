@@ -54,7 +54,7 @@ with tr.init("{transport}", timeout_s=60) as group:
 """
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_dense_gradients_do_not_load_numba(tmp_path, transport):
     """Numba takes 15 MiB of each process. Compiled code that is kept does not need it."""
     script = tmp_path / "dense.py"
