@@ -135,7 +135,7 @@ class StrategySteps(ABC):
 
         ``name``: different from that of every other optimizer of the group.
         """
-        raise NotImplementedError
+        raise NotImplementedError("these steps end with their group (lasts)")
 
     def close(self) -> None:  # noqa: B027
         """End. Harmless when called twice."""
@@ -154,7 +154,7 @@ class GradientSteps(StrategySteps):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Raise an error: ``DistributedOptimizer`` takes these steps."""
-        raise NotImplementedError
+        raise NotImplementedError("DistributedOptimizer takes the steps that exchange gradients")
 
     def stepped(self) -> None:
         """Do nothing."""

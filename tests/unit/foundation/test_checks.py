@@ -6,31 +6,15 @@ import math
 import numpy as np
 import pytest
 import torch
+from plan_settings import DENSE
 
 import totalreduce as tr
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.pytorch.planning import PlanSettings
 from totalreduce.testing import run_ranks
 from totalreduce.testing.ranks import make_groups
 
-PLAN = PlanSettings(
-    initial="broadcast",
-    buffers="broadcast",
-    optimizer="o",
-    op=tr.ReduceOp.AVG,
-    bucket_bytes=1,
-    overlap="backward",
-    on_missing="zero",
-    compression="none",
-    gradient_predivide_factor=1.0,
-    backward_passes_per_step=1,
-    sparse="dense",
-    join_divisor="world",
-    sync=None,
-    strategy=None,
-    feedback=tr.ErrorFeedback(),
-)
+PLAN = dataclasses.replace(DENSE, optimizer="o", bucket_bytes=1)
 SETTINGS = [
     tr.EngineConfig(),
     tr.TcpConfig(),

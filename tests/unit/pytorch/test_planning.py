@@ -1,12 +1,14 @@
 """From parameters to a plan: which of them are compressed, and that planning takes linear time."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from plan_settings import DENSE
 
 import totalreduce as tr
-from totalreduce.foundation.types import ReduceOp
 from totalreduce.pytorch.error_feedback import ErrorFeedback
-from totalreduce.pytorch.planning import GradientPlan, PlanSettings, build_plan
+from totalreduce.pytorch.planning import GradientPlan, build_plan
 from totalreduce.sparse.session import Method
 
 
@@ -21,23 +23,7 @@ class Counted(torch.nn.Parameter):
 
 
 def plan_of(parameters: list[torch.nn.Parameter], sync: Method | None) -> GradientPlan:
-    settings = PlanSettings(
-        initial="broadcast",
-        buffers="broadcast",
-        optimizer="SGD",
-        op=ReduceOp.AVG,
-        bucket_bytes=4096,
-        overlap="backward",
-        on_missing="zero",
-        compression="none",
-        gradient_predivide_factor=1.0,
-        backward_passes_per_step=1,
-        sparse="dense",
-        join_divisor="world",
-        sync=sync,
-        strategy=None,
-        feedback=ErrorFeedback(elements_min=4),
-    )
+    settings = replace(DENSE, sync=sync, feedback=ErrorFeedback(elements_min=4))
     names = {parameter: [str(number)] for number, parameter in enumerate(parameters)}
     return build_plan(names, [{"params": parameters}], settings, uncompressed={"2"})
 
