@@ -1,12 +1,13 @@
 """Carriers: what carries operations out in place of the engine's messages.
 
-Docs: docs/design/0021-carriers.md. The engine asks its carriers about every operation, in their order, at two moments:
+Docs: docs/design/0021-carriers.md. The engine asks its carriers about every operation, one after the other, at two
+moments:
 
-* before another rank has heard of the operation (``Carrier.take``). A carrier that takes it needs no message. If
-  another rank does not take it, that rank says so by a message, and the operation is *given back*: messages carry it
-  out.
-* before its first message (``Carrier.wants``). A carrier that wants it exchanges the messages of the schedule itself,
-  and takes it later (``Carrying.hand``), or leaves it to the engine (``Carrying.leave``).
+* before another rank has heard of the operation (``Carrier.take``). A carrier that takes it needs no message. If the
+  carrier of another rank does not take it, a message of that rank shows this, and the carrier here *gives it back*:
+  messages carry it out.
+* before its first message (``Carrier.wants``). A carrier that wants it exchanges the messages of the schedule itself.
+  The engine then sends none until the carrier has taken it (``Carrying.taken``) or declined it (``declined``).
 
 An operation with a carrier is in flight like any other: it has a deadline, it can stall, and it fails if a rank is
 lost. The carrier reports its progress (``Carrying.advanced``), and hears of its end through the ``Carriage``.
@@ -32,11 +33,10 @@ from totalreduce.foundation.errors import ProtocolError
 from totalreduce.foundation.header import Header
 from totalreduce.foundation.observer import Observer
 
-__all__ = ["Carrier", "Carrying", "Life"]
+__all__ = ["Carrier", "Carrying", "EngineCalls"]
 
 _Key = tuple[int, int]
-#: Names whose carriages are kept. One of the fast lane has some two KiB. The lane has two entries for half of them; the
-#: others take entries that are free at the moment.
+#: Names whose carriages are kept. A carriage of the fast lane has some two KiB.
 _KEPT_MAX: Final = 1024
 
 
@@ -57,7 +57,7 @@ class Carrier:
         return False
 
     def wants(self, operation: Operation) -> bool:  # noqa: ARG002
-        """Return whether the first message of an operation shall wait for ``Carrying.hand`` or ``Carrying.leave``."""
+        """Return whether the first message of an operation shall wait until ``taken`` or ``declined`` is called."""
         return False
 
     def tick(self, now: float) -> None:
@@ -68,13 +68,13 @@ class Carrier:
         return frozenset()
 
 
-class Life(Protocol):
-    """The steps of an operation's life that a carrier can cause (``Engine``)."""
+class EngineCalls(Protocol):
+    """What ``Carrying`` calls of the engine."""
 
-    def start(self, operation: Operation, record: NameRecord, early: EarlyRecord, now: float) -> None:
+    def carry_by_messages(self, operation: Operation, record: NameRecord, early: EarlyRecord, now: float) -> None:
         """Have messages carry an operation out."""
 
-    def begin(self, operation: Operation, now: float) -> None:
+    def run_lanes(self, operation: Operation, now: float) -> None:
         """Queue the first messages of an operation."""
 
     def first_byte(self, operation: Operation, now: float) -> None:
@@ -89,14 +89,14 @@ class Carrying:
 
     Attributes:
         carriers: The carriers, in the order in which they are asked.
-        carried: The operations in flight that carriers have, and what these keep of them. The thread that moves
-            messages advances them.
+        carried: The operations in flight that carriers have, and the carriage of each. The thread that moves messages
+            advances the carriages.
     """
 
     __slots__ = (
         "_counters",
+        "_engine",
         "_kept",
-        "_life",
         "_members",
         "_observers",
         "_reception",
@@ -108,7 +108,7 @@ class Carrying:
 
     def __init__(
         self,
-        life: Life,
+        engine: EngineCalls,
         table: OperationTable,
         members: Members,
         reception: Reception,
@@ -117,7 +117,7 @@ class Carrying:
         counters: Counters,
     ) -> None:
         """Begin without carriers."""
-        self._life, self._table, self._members = life, table, members
+        self._engine, self._table, self._members = engine, table, members
         self._reception, self._rendezvous = reception, rendezvous
         self._observers, self._counters = observers, counters
         self.carriers: list[Carrier] = []
@@ -146,11 +146,9 @@ class Carrying:
         return False
 
     def _keep(self, record: NameRecord, carriage: Carriage) -> None:
-        """Keep a carriage for the next operation of its name; forget that of a name that was not used for long.
-
-        Operations without a name may be in flight at the same time, and a name that is used once has no next one.
-        """
-        if record.is_numbered or self._table.names.by_id.get(record.op_id) is not record:
+        """Keep a carriage for the next operation of its name; forget that of the name that was used longest ago."""
+        is_used_once = self._table.names.by_id.get(record.op_id) is not record
+        if is_used_once or record.is_numbered:  # several operations without a name may be in flight at the same time
             return
         record.carriage = carriage
         self._kept[record] = None
@@ -159,30 +157,33 @@ class Carrying:
             self._kept.popitem(last=False)[0].carriage = None
 
     def may_be_taken(self, operation: Operation) -> bool:
-        """Return whether another rank may have given such an operation to a carrier, and sends no message of it."""
+        """Return whether another rank may have given such an operation to a carrier that sends no message of it."""
         return any(carrier.may_take(operation) for carrier in self.carriers)
 
     def is_wanted(self, operation: Operation) -> bool:
-        """Return whether the first message of an operation waits for a carrier (``hand``, ``leave``).
+        """Return whether the first message of an operation waits for a carrier (``taken``, ``declined``).
 
-        Observers see every message, which carriers do not report: so where there are observers, none waits.
+        Not if there are observers: they are to see every message, and carriers do not report messages.
         """
         return not self._observers and any(carrier.wants(operation) for carrier in self.carriers)
 
     def accept(self, operation: Operation, peer: int, header: Header, now: float) -> Delivery | None:
         """Act on a message of an operation that a carrier has; ``None``: the engine receives its body as any other.
 
-        If the carrier needs no messages, the peer does not have the operation in its carrier: it is given back.
+        If the carrier needs no messages, the message shows that the peer's carrier does not have the operation. So the
+        carrier gives it back. If it cannot, all ranks had given it to their carriers, and the message is superfluous.
 
         Raises:
             ProtocolError: The carrier exchanges the messages, and another one is the next.
         """
         self.give_back(operation, now)
         carriage = operation.carriage
-        if operation.finished or (carriage is not None and not carriage.exchanges_messages):
+        if operation.finished:  # it may have failed because it was given back
             return self._reception.sink(peer, header)
         if carriage is None:
             return None
+        if not carriage.exchanges_messages:
+            return self._reception.sink(peer, header)
         if not carriage.accepts(peer, header.lane, header.step):
             raise ProtocolError(
                 f"rank {peer} sent lane {header.lane}, step {header.step} of {operation.name!r} out of turn"
@@ -211,23 +212,25 @@ class Carrying:
 
     # ------------------------------------------------------------------------------------------------- for the carriers
 
-    def hand(self, operation: Operation, carriage: Carriage, now: float) -> None:
+    def taken(self, operation: Operation, carriage: Carriage, now: float) -> None:
         """Note that a carrier has taken an operation whose messages it exchanges from now on."""
         operation.carriage = self.carried[operation] = carriage
         if operation.state is State.WAITING:
-            self._life.first_byte(operation, now)
+            self._engine.first_byte(operation, now)
 
-    def leave(self, operation: Operation, now: float) -> None:
-        """Have the engine send the first message of an operation that a carrier has wanted, and does not take."""
-        self._life.begin(operation, now)
+    def declined(self, operation: Operation, now: float) -> None:
+        """Have the engine send the first message of an operation that a carrier has wanted and does not take now."""
+        self._engine.run_lanes(operation, now)
 
     def give_back(self, operation: Operation, now: float) -> None:
         """Have messages carry an operation out, unless its carrier will finish it."""
         record, carriage = self._table.names.get(operation.key[0]), operation.carriage
-        if carriage is not None and record is not None and not operation.finished and carriage.give_back():
+        if carriage is None or record is None or operation.finished:
+            return
+        if carriage.give_back():
             operation.carriage = None
             del self.carried[operation]
-            self._life.start(operation, record, NO_FRAMES, now)
+            self._engine.carry_by_messages(operation, record, NO_FRAMES, now)
 
     def advanced(self, operation: Operation, progress: Progress, now: float) -> None:
         """Note how far a carrier has come with an operation."""
@@ -238,11 +241,11 @@ class Carrying:
             self.give_back(operation, now)
             return
         if operation.state is State.WAITING:
-            self._life.first_byte(operation, now)
+            self._engine.first_byte(operation, now)
         if progress is Progress.DONE:
             self.count(carriage)
             operation.lanes_left = 0
-            self._life.end_if_done(operation, now)
+            self._engine.end_if_done(operation, now)
 
     def count(self, carriage: Carriage) -> None:
         """Count the bytes of an operation that was carried out."""
@@ -281,13 +284,9 @@ class Carrying:
         if record is None:
             return None
         key = op_id, record.next_iteration
-        if (
-            record.layout is not layout
-            or (table.active and (op_id, preceding(key[1])) in table.active)
-            or key in table.early.records
-            or self._rendezvous.is_asked(layout.ranks)
-            or (floating.total_bytes and key in floating)
-        ):
+        is_in_flight = table.active and (op_id, preceding(key[1])) in table.active
+        has_arrived = key in table.early.records or (floating.total_bytes and key in floating)  # a frame or a message
+        if is_in_flight or has_arrived or record.layout is not layout or self._rendezvous.is_asked(layout.ranks):
             return None
         record.next_iteration = following(key[1])
         counters.operations += 1
@@ -300,7 +299,7 @@ class Carrying:
         assert record is not None
         assert record.layout is not None
         operation = self._table.make(submission, record, key, record.layout, now, owner)
-        # Before the table: Ctrl-C may strike between the two.
+        # First, because Ctrl-C may strike here: every operation of the table with a carriage is in ``carried``.
         operation.carriage = self.carried[operation] = carriage
         self._table.adopt(operation, now)
         return operation

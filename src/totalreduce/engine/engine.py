@@ -6,8 +6,8 @@ to do next:
 * for the application, the runner calls ``submit``, ``receive_any``, ``promote`` and ``close``, and collects
   completed operations with ``table.pop_completed()``;
 * a transport gets messages to send from ``next_message`` and reports them with ``message_sent``; it asks ``accept``
-  where to store a received body and reports a complete body with ``delivered``; it reports with ``peer_lost`` a peer
-  that it cannot reach any more, or for whose message ``accept`` or ``delivered`` has raised ``ProtocolError``;
+  where to store a received body and reports a complete body with ``delivered``. It calls ``peer_lost`` if it cannot
+  reach a peer any more, or if ``accept`` or ``delivered`` has raised ``ProtocolError`` for a message of that peer;
 * a thread takes an addition or a copy with ``computations.take()``, carries it out with
   ``runner.endpoint.carry_out``, and reports its end with ``computed``;
 * the runner calls ``tick`` from time to time.
@@ -20,8 +20,8 @@ in this table are those of the Total Reduce paper:
 ``names``              the id and the next iteration of each operation name
 ``planner``            the schedule and the layout of each operation
 ``outbox``             the messages that wait to be sent, in the order in which they are sent (*payload_pick_ready*)
-``rendezvous``         decides which messages may be sent while it is not known whether their receiver has submitted
-                       the operation; ``entries`` does so for control frames
+``rendezvous``         decides which messages may leave before this rank knows that the receiver has submitted the
+                       operation; ``entries`` does so for control frames
 ``reception``          the memory for received bodies; ``floating`` keeps messages that arrive before their operation is
                        submitted, and ``scratch`` lends temporary buffers
 ``carrying``           gives operations to carriers, which carry them out in place of the engine's messages
@@ -45,14 +45,14 @@ colliding. The iteration is the number of earlier operations with the same id. A
 ``table.active``, and has *completed* when its owner is told; the two differ only in ``State.FAILING``.
 
 A rank is *lost* if it fails without notice or violates the protocol; then the group can no longer be used. The rank
-that finds the loss tells all others by a LOST frame without a key, and each of these passes it on, once, to those with
-which it is connected. On each rank the operations fail when these frames have left (``telling``). So a rank hears who
-is lost before it can notice that another rank has ended because of the loss.
+that finds the loss tells all others by a LOST frame without a key. Each of these passes the frame on, once, to the
+ranks with which it is connected. A rank fails its operations only when its own LOST frames have left (``telling``). So
+if its program then ends, its peers have already been told who is lost, and do not take this rank for the cause.
 
 A rank has *departed* if it has closed the group with a GOODBYE frame, or if another rank has reported that it has.
-After a departure, an operation fails if any of its ranks still has a message to exchange with the departed rank. It
-then fails on every rank where it has not ended yet. Departures also use the names of loss: such an operation fails with
-``PeerLost``, and a LOST frame with an operation's key reports a departure, while one without a key reports a loss.
+An operation fails with ``PeerLost`` if any of its ranks still has a message to exchange with the departed rank; it then
+fails on every rank where it has not ended yet. A LOST frame with an operation's key reports a departure, and makes that
+operation fail; a LOST frame without a key reports a loss.
 
 This rank counts a peer as having *posted* an operation once a data message or a POSTED frame shows that the peer has
 submitted it; ``Operation.posted_by`` is the set of these peers.
@@ -122,9 +122,9 @@ class Engine:
         config: The settings.
         counters: What the engine has done so far.
         observers: Objects that are called on every event.
-    Every other attribute is a part from the list in the module's docstring and has the name given there, except
-    ``stalls`` (listed as ``stall``). Parts that only the engine uses begin with an underscore. ``names`` and ``early``
-    are attributes of ``Engine.table``, ``floating`` and ``scratch`` of ``Engine.reception``. ``control`` is a module.
+    The other attributes are the parts that the module's docstring lists. Each has the name given there, behind an
+    underscore if only the engine uses the part; but ``stall`` is ``Engine.stalls``. ``names`` and ``early`` are
+    attributes of ``Engine.table``, ``floating`` and ``scratch`` of ``Engine.reception``. ``control`` is a module.
     """
 
     def __init__(
@@ -214,12 +214,13 @@ class Engine:
             raise ConfigurationError(
                 f"an operation named {name!r} is already in flight on rank {self.rank}; wait for it or use another name"
             )
+        # Where a verdict says that a rank is lost, the operation is accepted, and fails when the others have been told.
         if signature.kind not in ENDS_EARLY and members.verdict is None:
             for peer, reason in members.departed.items():
                 if peer in ranks:
                     self.telling.tell(ranks, Frame.LOST, LossNotice(peer, reason).encode(), key)
-                    # The other ranks have submitted this operation, or will, and count an iteration. It is counted here
-                    # although it failed, so that the next operation of this name has the same key on all ranks.
+                    # The other ranks count this operation when they submit it. So it is counted here, although it has
+                    # failed: the next operation of the name has the same key on all ranks.
                     record.next_iteration = following(key[1])
                     if once:
                         names.end_once(key[0])
@@ -239,7 +240,7 @@ class Engine:
             self.reception.drop(self.reception.floating.claim(key))
             self._end(operation, now, _by_own_name(operation, early.failure))
         elif not self.carrying.take(operation, record, early):
-            self.start(operation, record, early, now)
+            self.carry_by_messages(operation, record, early, now)
         # Only point-to-point messages set ``repeats``, and their ``ranks`` are (source, target). A receive has used up
         # one iteration of its name. The source's next message of this name may have arrived already, and a waiting
         # ``AnyReceive`` can take it now. (In a send, ``ranks[0]`` is this rank, from which no ``AnyReceive`` receives.)
@@ -252,7 +253,7 @@ class Engine:
 
         The peers learn of it by a flag of the messages that leave afterwards. With ``scheduling="fifo"`` the order of
         messages does not change. The runner calls this method when a caller on this rank is blocked on the operation;
-        ``accept`` and ``start`` call it when a message says that a caller on another rank is blocked.
+        ``accept`` and ``_claim_floating`` call it when a message says that a caller on another rank is blocked.
         """
         if operation.promoted or operation.finished:
             return
@@ -400,7 +401,7 @@ class Engine:
         if operation is None:
             return self._accept_unknown(peer, header, now, lease)
         if header.signature != operation.layout.expectation.signature_from(peer):
-            self._check_signature(operation, peer, header.signature, now)
+            self._check_signature(operation, peer, header.signature, now)  # which fails the operation
             return reception.sink(peer, header)
         if operation.carriage is not None:
             delivery = self.carrying.accept(operation, peer, header, now)
@@ -484,10 +485,9 @@ class Engine:
         if members.closed or members.verdict is not None:
             return
         if peer in members.departed:
-            # If only another rank has reported the departure, the pending operations have not been checked, and the
-            # GOODBYE may never come. If they were checked when the GOODBYE arrived, ``Operation.needs`` counted a
-            # message as sent as soon as the transport had taken it. A message that was not sent completely is missing
-            # now.
+            # Pending operations are checked now. If only another rank has reported the departure, they were not checked
+            # before, and the GOODBYE may never come. If they were checked when the GOODBYE came, messages that the
+            # transport had taken counted as sent (``Operation.needs``), and some of these can now never be sent.
             if peer not in members.unreachable:
                 members.unreachable.add(peer)
                 self.reception.forget(peer)
@@ -530,11 +530,10 @@ class Engine:
         self._rendezvous.forget(peer)
         for operation in self.table.select():
             self._fail_if_needed(operation, peer, now)
-        # A rank sends DESCRIBE only if its signature differs from the one that it described last under the name. So a
-        # rank with a new signature may have described it to the departed rank alone, and a rank with the old signature
-        # has sent nothing: only the departed rank could have found the mismatch. Therefore this rank now describes to
-        # its neighbours every pending operation that messages carry out, that includes the departed rank, and that it
-        # has not described yet. Each remaining rank does the same.
+        # A rank describes an operation only if its signature differs from the one that it described last under the
+        # name. Suppose that one rank has described a new signature to the departed rank alone, and the others have the
+        # old one and have described nothing: then only the departed rank could have found the mismatch. So each
+        # remaining rank now describes its pending operations with the departed rank, if it has not described them yet.
         self._signatures.describe_late(self.table.select(lambda operation: peer in operation.ranks))
         silent = self.members.silent()
         for receive in self._any_receives.take_all(lambda waiting: waiting.candidates.keys() <= silent):
@@ -544,10 +543,10 @@ class Engine:
     # --------------------------------------------------------------------------------------------------- watching
 
     def tick(self, now: float) -> None:
-        """Advance the stall watch and the channels, and give up what was awaited for too long.
+        """Advance what has deadlines: errors that wait until ranks are told, channels, carriers, and the stall watch.
 
-        These are messages of ranks that have departed, and ranks that do not read what they are told (``telling``).
-        Called a few times a second, and at ``channels.next_due()``.
+        A departed rank whose last messages were awaited long enough sends nothing any more. Called a few times a
+        second, and at ``channels.next_due()``.
         """
         self.telling.proceed(now)
         self.channels.tick(now)
@@ -578,9 +577,9 @@ class Engine:
 
     # --------------------------------------------------------------------------------- the life of an operation
 
-    def start(self, operation: Operation, record: NameRecord, early: EarlyRecord, now: float) -> None:
-        """Have messages carry an operation out: queue the first ones, and give it those that have arrived."""
-        operation.begin_lanes()
+    def carry_by_messages(self, operation: Operation, record: NameRecord, early: EarlyRecord, now: float) -> None:
+        """Have messages carry an operation out: give it those that have arrived, and queue the first of its own."""
+        operation.make_lanes()
         others = None
         if self.carrying.may_be_taken(operation):
             # A peer may have given this operation to a carrier that needs no messages, and takes it back when a message
@@ -593,12 +592,12 @@ class Engine:
             self._check_signature(operation, peer, theirs, now)
         self._claim_floating(operation, now)
         if not self.carrying.is_wanted(operation):
-            self.begin(operation, now)
+            self.run_lanes(operation, now)
         for peer in self.members.silent():
             self._fail_if_needed(operation, peer, now)
 
-    def begin(self, operation: Operation, now: float) -> None:
-        """Carry out every lane as far as possible without messages of other ranks."""
+    def run_lanes(self, operation: Operation, now: float) -> None:
+        """Run the program of every lane until it must wait; send the first messages on the way."""
         if not operation.finished:
             for lane in operation.lanes:
                 self._advance(operation, lane, now)
@@ -639,24 +638,23 @@ class Engine:
     def _end(self, operation: Operation, now: float, error: BaseException | None) -> None:
         """End an operation, successfully or with an error.
 
-        After a success nothing accesses the tensor. After a failure these may still do so: (a) the transport, with a
-        message that it is sending: the runner completes such an operation (``Operation.is_leaving``) only when the
+        After a success nothing accesses the tensor. After a failure these may still access it: (a) the transport, which
+        is sending a message from it: the runner completes such an operation (``Operation.is_leaving``) only when the
         transport has copied the rest (``Transport.keep_rests``); (b) a thread that is receiving a body; (c) a thread
         that advances the operation in its carrier; (d) a thread that is carrying out an addition or a copy. In case
-        (d) the operation is in ``State.FAILING`` and completes when its last computation has ended. So it is while
-        other ranks have not been told of the error. If a rank is lost or this rank has closed the group, the operation
-        completes at once.
+        (d), and until the other ranks have been told of the error, the operation is in ``State.FAILING``. But if a rank
+        is lost or this rank has closed the group, it completes at once.
         """
         if operation.carriage is not None:
             self.carrying.end(operation, well=error is None)
         group_goes_on = not self.members.have_ended
-        is_told = error is None or self.telling.is_done or not group_goes_on
-        self.table.end(operation, error, now, group_goes_on=group_goes_on, is_told=is_told)
+        must_wait = error is not None and group_goes_on and not self.telling.is_done
+        self.table.end(operation, error, now, group_goes_on=group_goes_on, is_told=not must_wait)
         names = self.table.names
         if operation.key[0] in names.once:
             names.end_once(operation.key[0])
             self._signatures.forget(operation)
-        if not is_told:
+        if must_wait:
             self.telling.then(lambda _: self.table.complete_told(), now)
         self.stalls.forget(operation.key)
         if error is None:
@@ -771,7 +769,7 @@ class Engine:
         key = (header.operation, header.iteration)
         if header.frame in _SENT_WITH_MESSAGES and key in self.table.active:
             self.carrying.give_back(self.table.active[key], now)
-        if header.flags & Flag.EAGER:  # the peer has used its allowance of entries
+        if header.flags & Flag.EAGER:  # the peer has paid for an entry; if none is needed, it gets its allowance back
             cost = entry_cost(header.frame, header.body_bytes)
             if self.table.was_submitted(key):
                 self.table.early.allowance.owe(peer, cost)

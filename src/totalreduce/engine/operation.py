@@ -250,7 +250,7 @@ class Operation:
         now: float,
         owner: Any = None,
     ) -> None:
-        """Begin without lanes; see ``begin_lanes``."""
+        """Begin without lanes; see ``make_lanes``."""
         self.name, self.key, self.layout = name, key, layout
         self.priority, self.sequence, self.submitted_at = priority, sequence, now
         self.buffers, self.owner = buffers, owner
@@ -271,7 +271,7 @@ class Operation:
         self.held: dict[int, list[Any]] = {}
         self.error: BaseException | None = None
 
-    def begin_lanes(self) -> list[Lane]:
+    def make_lanes(self) -> list[Lane]:
         """Make the lanes, each before its first action: messages carry the operation out."""
         layout = self.layout
         self.lanes = [Lane(index, layout.regions(index)) for index in range(layout.num_lanes)]

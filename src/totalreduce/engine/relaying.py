@@ -203,7 +203,7 @@ class Relaying(Carrier):
                 del self.candidates[operation]
             elif not is_begun:
                 self._note_begun(operation, plan)
-                self._carrying.leave(operation, now)
+                self._carrying.declined(operation, now)
 
     def _hand_over(self, operation: Operation, plan: RelayPlan, now: float, *, is_begun: bool) -> bool:
         """Hand an operation over, if nothing prevents it; return whether the relay has taken it."""
@@ -239,7 +239,7 @@ class Relaying(Carrier):
         operation.lanes_left = len(operation.lanes)  # until the relay reports its end, also of a rank that only sends
         self._outbox.discard(operation)
         operation.unsent = sum(map(len, operation.queued.values()))  # the engine sends these to their end
-        self._carrying.hand(operation, carriage, now)
+        self._carrying.taken(operation, carriage, now)
         return True
 
     def tick(self, now: float) -> None:

@@ -60,7 +60,7 @@ class Parts:
         layout = self.planner.layout(record, allreduce(elements), (0, 1, 2), buffers)
         record.next_iteration += 1
         operation = self.table.make(Submission(name, layout.signature, buffers), record, key, layout, 0.0, None)
-        operation.begin_lanes()
+        operation.make_lanes()
         self.table.add(operation, 0.0)
         return operation
 
