@@ -31,32 +31,20 @@ _UsageError: Any = typer.BadParameter.__base__
 
 @dataclass(frozen=True, slots=True)
 class _Built:
-    """A command of this package.
+    """A command of this package."""
 
-    Attributes:
-        module: The module of the command.
-        attribute: In it, the name of a function or of a Typer application.
-        settings: The settings of Typer's context.
-        parser: In it, the name of the class that parses the command's words; ``None``: Typer's own.
-    """
-
-    module: str
-    attribute: str
-    settings: dict[str, Any] = field(default_factory=dict)
-    parser: str | None = None
+    module: str  #: The module of the command.
+    attribute: str  #: In it, the name of a function or of a Typer application.
+    settings: dict[str, Any] = field(default_factory=dict)  #: The settings of Typer's context.
+    parser: str | None = None  #: In it, the name of the class that parses the command's words; ``None``: Typer's own.
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A command that has nothing but commands below it, whose names begin with its own name and a dot.
+    """A command that has nothing but commands below it, whose names begin with its own name and a dot."""
 
-    Attributes:
-        help: What the commands have in common.
-        more: How a user gets more commands if no other package adds one.
-    """
-
-    help: str
-    more: str
+    help: str  #: What the commands have in common.
+    more: str  #: How a user gets more commands if no other package adds one.
 
 
 def _check(name: str, item: object) -> Any:

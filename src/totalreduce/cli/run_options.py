@@ -369,23 +369,14 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How many ranks the job has, and where they run.
-
-    Attributes:
-        num_workers: The number of workers.
-        num_servers: The number of ranks that only serve a parameter server.
-        is_default: Whether no option says how many workers there are.
-        node: The part of this launcher in a job of several launchers.
-        hosts: The hosts on which workers run.
-        emulate: The emulated hosts.
-    """
+    """How many ranks the job has, and where they run."""
 
     num_workers: int
-    num_servers: int
-    is_default: bool
-    node: NodeOptions | None
-    hosts: HostOptions | None
-    emulate: EmulateOptions | None
+    num_servers: int  #: The number of ranks that only serve a parameter server.
+    is_default: bool  #: Whether no option says how many workers there are.
+    node: NodeOptions | None  #: The part of this launcher in a job of several launchers.
+    hosts: HostOptions | None  #: The hosts on which workers run.
+    emulate: EmulateOptions | None  #: The emulated hosts.
 
     @classmethod
     def of(cls, options: RunOptions) -> Size:

@@ -56,16 +56,10 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class StepPicture:
-    """What is drawn.
+    """What is drawn."""
 
-    Attributes:
-        iteration: The iteration of the operations of the step.
-        length_ms: The length of the picture.
-        ranks: The lanes of each rank.
-    """
-
-    iteration: int
-    length_ms: float
+    iteration: int  #: The iteration of the operations of the step.
+    length_ms: float  #: The length of the picture.
     ranks: Mapping[int, tuple[Lane, ...]]
 
 

@@ -54,53 +54,31 @@ OWN_VARIABLES = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """The settings in ``TOTALREDUCE_*`` variables; ``None`` where a variable is not set.
+    """The settings in ``TOTALREDUCE_*`` variables; ``None`` where a variable is not set."""
 
-    Attributes:
-        timeout_s: Deadline of a wait that names none.
-        timeline: Path of the timeline to write.
-        address: Address to advertise to the other ranks.
-        interface: Network interface whose address to advertise.
-        peer_timeout_s: Silence after which a peer counts as lost.
-        compute: Whether additions have their own thread: ``auto``, ``thread`` or ``inline``.
-        links: The cost of messages: ``auto``, ``measure``, ``off``, or a file with the numbers (``groups.probe``).
-        log_level: ``debug``, ``info``, ``warning`` or ``error``.
-        log_format: ``text`` or ``json``.
-        live: The folder into which ranks write their figures; ``None``: no figures are written.
-        fast_lane: Whether ranks of one host exchange tensors without messages.
-        relay: Whether a compiled function moves the messages of large operations over TCP.
-        process_reads: Whether ranks of one host may read each other's process memory.
-        tls: Certificate, key and authority of the TCP transport.
-        on_loss: What happens when a rank is lost: ``replace`` or ``shrink``. ``None``: the job ends.
-        keeper: Address and port of the store that outlives the ranks, with ``on_loss``.
-        incarnation: How often the launcher has started this rank before, with ``on_loss``.
-        min_ranks: The smallest number of ranks that go on, with ``on_loss``.
-        begin_ranks: The ranks with which the job begins, with ``on_loss``; ``None``: all ranks.
-        servers: The number of ranks, the last ones, that only serve a parameter server.
-        warnings: Sentences to log once: unknown variables, a key that others can read.
-    """
-
-    timeout_s: float | None = None
-    timeline: Path | None = None
-    address: str | None = None
-    interface: str | None = None
-    peer_timeout_s: float | None = None
-    compute: str | None = None
+    timeout_s: float | None = None  #: Deadline of a wait that names none.
+    timeline: Path | None = None  #: Path of the timeline to write.
+    address: str | None = None  #: Address to advertise to the other ranks.
+    interface: str | None = None  #: Network interface whose address to advertise.
+    peer_timeout_s: float | None = None  #: Silence after which a peer counts as lost.
+    compute: str | None = None  #: Whether additions have their own thread: ``auto``, ``thread`` or ``inline``.
+    #: The cost of messages: ``auto``, ``measure``, ``off``, or a file with the numbers (``groups.probe``).
     links: str | None = None
-    log_level: str | None = None
-    log_format: str | None = None
-    live: Path | None = None
-    fast_lane: bool | None = None
-    relay: bool | None = None
-    process_reads: bool | None = None
-    tls: Tls | None = None
-    on_loss: str | None = None
-    keeper: tuple[str, int] | None = None
-    incarnation: int = 0
-    min_ranks: int = 1
+    log_level: str | None = None  #: ``debug``, ``info``, ``warning`` or ``error``.
+    log_format: str | None = None  #: ``text`` or ``json``.
+    live: Path | None = None  #: The folder into which ranks write their figures; ``None``: no figures are written.
+    fast_lane: bool | None = None  #: Whether ranks of one host exchange tensors without messages.
+    relay: bool | None = None  #: Whether a compiled function moves the messages of large operations over TCP.
+    process_reads: bool | None = None  #: Whether ranks of one host may read each other's process memory.
+    tls: Tls | None = None  #: Certificate, key and authority of the TCP transport.
+    on_loss: str | None = None  #: What happens when a rank is lost: ``replace`` or ``shrink``. ``None``: the job ends.
+    keeper: tuple[str, int] | None = None  #: Address and port of the store that outlives the ranks, with ``on_loss``.
+    incarnation: int = 0  #: How often the launcher has started this rank before, with ``on_loss``.
+    min_ranks: int = 1  #: The smallest number of ranks that go on, with ``on_loss``.
+    #: The ranks with which the job begins, with ``on_loss``; ``None``: all ranks.
     begin_ranks: tuple[int, ...] | None = None
-    servers: int = 0
-    warnings: tuple[str, ...] = ()
+    servers: int = 0  #: The number of ranks, the last ones, that only serve a parameter server.
+    warnings: tuple[str, ...] = ()  #: Sentences to log once: unknown variables, a key that others can read.
 
 
 def _seconds(name: str, text: str) -> float:

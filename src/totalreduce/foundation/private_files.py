@@ -33,9 +33,6 @@ class PrivateFolder:
 
     Every method raises ``OSError`` if the folder or the file is missing, cannot be used, or may have been written by
     somebody else (EPERM; the text says why).
-
-    Attributes:
-        path: Where it was opened.
     """
 
     def __init__(self, path: Path, *, makes: bool = False) -> None:
@@ -50,7 +47,7 @@ class PrivateFolder:
         if path.is_symlink():
             check_owner(path.lstat(), f"the link {path}", is_link=True)
             path = path.resolve()
-        self.path = path
+        self.path = path  #: Where it was opened.
         self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             check_owner(os.fstat(self._descriptor), f"the folder {path}")

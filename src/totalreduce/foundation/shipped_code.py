@@ -42,15 +42,10 @@ class NoShippedCodeError(Exception):
 
 
 class ShippedLibrary(NamedTuple):
-    """A library that fits the sources and this processor.
+    """A library that fits the sources and this processor."""
 
-    Attributes:
-        path: The file.
-        level: The level of x86-64 for which it was compiled.
-    """
-
-    path: Path
-    level: str
+    path: Path  #: The file.
+    level: str  #: The level of x86-64 for which it was compiled.
 
 
 def digest_of(sources: Iterable[Path]) -> str:

@@ -129,25 +129,16 @@ _ITEMSIZE = {
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """The properties of an operation that must be equal on all ranks; every data header has them.
+    """The properties of an operation that must be equal on all ranks; every data header has them."""
 
-    Attributes:
-        kind: The collective.
-        dtype: Element type.
-        reduction: ``ReduceOp.NONE`` where nothing is reduced.
-        root: Root rank; 0 where there is none.
-        shape: Shape of the tensor, ``()`` for a scalar.
-        sizes: Elements of every rank's block, where a collective has blocks and all ranks know them.
-        algorithm: Name of the schedule, if it was chosen explicitly.
-    """
-
-    kind: OpKind
-    dtype: DType
-    reduction: ReduceOp
-    root: int
-    shape: tuple[int, ...]
+    kind: OpKind  #: The collective.
+    dtype: DType  #: Element type.
+    reduction: ReduceOp  #: ``ReduceOp.NONE`` where nothing is reduced.
+    root: int  #: Root rank; 0 where there is none.
+    shape: tuple[int, ...]  #: Shape of the tensor, ``()`` for a scalar.
+    #: Elements of every rank's block, where a collective has blocks and all ranks know them.
     sizes: tuple[int, ...] = ()
-    algorithm: str = Algorithm.AUTO
+    algorithm: str = Algorithm.AUTO  #: Name of the schedule, if it was chosen explicitly.
 
     @property
     def num_elements(self) -> int:

@@ -39,29 +39,18 @@ _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The rank of a process among the processes of its job, and their meeting point.
+    """The rank of a process among the processes of its job, and their meeting point."""
 
-    Attributes:
-        rank: 0 to ``world_size - 1``.
-        world_size: Number of processes of the job.
-        local_rank: Rank among the processes of this host.
-        local_world_size: Number of the job's processes on this host.
-        master_address: Host of rank 0.
-        master_port: Port for the rendezvous on it.
-        launcher: ``manual``, ``totalreduce``, ``torchrun``, ``openmpi``, ``mpich``, ``slurm`` or ``single``.
-        job_id: Equal on all ranks and different between jobs, as far as the launcher has one; may be "".
-        store_is_served: Whether the launcher serves a ``TCPStore`` at the master port (as torchrun's agent does), so
-            that rank 0 must connect like the others and not listen.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    master_address: str
-    master_port: int
-    launcher: str
-    job_id: str
+    rank: int  #: 0 to ``world_size - 1``.
+    world_size: int  #: Number of processes of the job.
+    local_rank: int  #: Rank among the processes of this host.
+    local_world_size: int  #: Number of the job's processes on this host.
+    master_address: str  #: Host of rank 0.
+    master_port: int  #: Port for the rendezvous on it.
+    launcher: str  #: ``manual``, ``totalreduce``, ``torchrun``, ``openmpi``, ``mpich``, ``slurm`` or ``single``.
+    job_id: str  #: Equal on all ranks and different between jobs, as far as the launcher has one; may be "".
+    #: Whether the launcher serves a ``TCPStore`` at the master port (as torchrun's agent does), so that rank 0 must
+    #: connect like the others and not listen.
     store_is_served: bool = False
 
 

@@ -71,26 +71,18 @@ class Locality:
 @final
 @dataclass(eq=False, slots=True)
 class Members:
-    """A process set that this process is a member of.
+    """A process set that this process is a member of."""
 
-    Attributes:
-        ranks: The members, as ranks of the job.
-        group: The group of these ranks.
-        formed: The coordinator; ``None`` before the group is formed.
-        optimizers: The optimizers in use, by name, in the order in which they were made: ``join`` takes part in their
-            rounds.
-        made: The number of objects of each kind that were made for the set; their names contain it.
-        adasums: The ``Adasum`` of each operation's name.
-    """
-
-    ranks: tuple[int, ...]
-    group: Group
-    formed: Coordinator | None
+    ranks: tuple[int, ...]  #: The members, as ranks of the job.
+    group: Group  #: The group of these ranks.
+    formed: Coordinator | None  #: The coordinator; ``None`` before the group is formed.
+    #: The optimizers in use, by name, in the order in which they were made: ``join`` takes part in their rounds.
     optimizers: weakref.WeakValueDictionary[str, DistributedOptimizer] = field(
         default_factory=weakref.WeakValueDictionary
     )
+    #: The number of objects of each kind that were made for the set; their names contain it.
     made: Counter[str] = field(default_factory=Counter)
-    adasums: dict[str, Adasum] = field(default_factory=dict)
+    adasums: dict[str, Adasum] = field(default_factory=dict)  #: The ``Adasum`` of each operation's name.
 
     @classmethod
     def of(cls, group: Group, ranks: Sequence[int], config: CoordinationConfig) -> Members:
@@ -158,27 +150,20 @@ class _Lasting:
     """What outlives a change of the members: what the program has made before the group was formed for the first time.
 
     Newly started processes have the same. What the function with ``@hvd.elastic.run`` makes is made again by each call.
-
-    Attributes:
-        optimizers: The optimizers, in the order in which they were made. The references are strong, so that the list is
-            the same on all ranks, whenever their garbage is collected.
-        made: The numbers of objects of each kind (see ``Members``).
     """
 
+    #: The optimizers, in the order in which they were made. The references are strong, so that the list is the same on
+    #: all ranks, whenever their garbage is collected.
     optimizers: list[DistributedOptimizer] = field(default_factory=list)
-    made: Counter[str] = field(default_factory=Counter)
+    made: Counter[str] = field(default_factory=Counter)  #: The numbers of objects of each kind (see ``Members``).
 
 
 @final
 class Context:
-    """The state of Horovod's interface. Used from one thread, except for operations and their handles.
-
-    Attributes:
-        transport: The transport of the job, or of the last one.
-    """
+    """The state of Horovod's interface. Used from one thread, except for operations and their handles."""
 
     def __init__(self) -> None:
-        self.transport: str = "auto"
+        self.transport: str = "auto"  #: The transport of the job, or of the last one.
         self._group: Group | None = None
         self._locality: Locality | None = None
         self._config = CoordinationConfig()

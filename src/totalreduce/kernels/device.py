@@ -23,17 +23,11 @@ _STRETCH = 1 << 22
 
 
 class Found(NamedTuple):
-    """Elements that reach a bound, on their device.
+    """Elements that reach a bound, on their device."""
 
-    Attributes:
-        indices: int64, ascending.
-        values: float32, as long.
-        complete: Whether these are all elements; otherwise they are the first ones.
-    """
-
-    indices: Tensor
-    values: Tensor
-    complete: bool
+    indices: Tensor  #: int64, ascending.
+    values: Tensor  #: float32, as long.
+    complete: bool  #: Whether these are all elements; otherwise they are the first ones.
 
 
 class DeviceKernels(Protocol):

@@ -142,20 +142,14 @@ def _binding() -> Any:
 
 
 class CompiledFunction(NamedTuple):
-    """A function that is compiled, and kept in a file. It takes and returns integers of 64 bits.
+    """A function that is compiled, and kept in a file. It takes and returns integers of 64 bits."""
 
-    Attributes:
-        module: The name of the module that compiles it. It is imported for that only. Its ``assembly()`` returns LLVM's
-            assembly and the name of the function therein.
-        num_arguments: The number of its arguments.
-        sources: The files whose text determines the code.
-        title: What it is to a user: it is written into the log when it is compiled.
-    """
-
+    #: The name of the module that compiles it. It is imported for that only. Its ``assembly()`` returns LLVM's assembly
+    #: and the name of the function therein.
     module: str
     num_arguments: int
-    sources: tuple[Path, ...]
-    title: str
+    sources: tuple[Path, ...]  #: The files whose text determines the code.
+    title: str  #: What it is to a user: it is written into the log when it is compiled.
 
     @property
     def name(self) -> str:
@@ -168,17 +162,11 @@ class CompiledFunction(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A function that is loaded.
+    """A function that is loaded."""
 
-    Attributes:
-        function: The function, for integers of 64 bits.
-        level: The level of x86-64 for which the package carries it; "" if it was compiled on this machine.
-        memory: The object in whose memory the code is: the code lives as long as it does.
-    """
-
-    function: Callable[..., int]
-    level: str
-    memory: object
+    function: Callable[..., int]  #: The function, for integers of 64 bits.
+    level: str  #: The level of x86-64 for which the package carries it; "" if it was compiled on this machine.
+    memory: object  #: The object in whose memory the code is: the code lives as long as it does.
 
 
 def files(*names: str) -> tuple[Path, ...]:

@@ -15,14 +15,11 @@ class Structure:
 
     In an instance, the attribute of a name is the number of its first word. Numba compiles it as a constant
     (``atomics``).
-
-    Attributes:
-        num_words: The length of the structure.
     """
 
     def __init__(self, unit: int = 1) -> None:
         """``unit``: by how much a number grows with each word; 8, where the numbers are offsets in bytes."""
-        self.num_words = 0
+        self.num_words = 0  #: The length of the structure.
         for name in type(self).__annotations__:
             setattr(self, name, unit * self.num_words)
             self.num_words += getattr(type(self), name)

@@ -20,23 +20,14 @@ __all__ = ["Arrival", "find_conflict", "this_process"]
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """The description of a process that comes to a rendezvous.
+    """The description of a process that comes to a rendezvous."""
 
-    Attributes:
-        rank: Rank according to its launcher.
-        world_size: Number of ranks according to its launcher.
-        job_id: Id of the job according to its launcher; "" if there is none.
-        version: Version of this library.
-        process: Equal for two arrivals of one process, and for no others.
-        label: Id of the process and name of its host, for messages.
-    """
-
-    rank: int
-    world_size: int
-    job_id: str
-    version: str
-    process: str
-    label: str
+    rank: int  #: Rank according to its launcher.
+    world_size: int  #: Number of ranks according to its launcher.
+    job_id: str  #: Id of the job according to its launcher; "" if there is none.
+    version: str  #: Version of this library.
+    process: str  #: Equal for two arrivals of one process, and for no others.
+    label: str  #: Id of the process and name of its host, for messages.
 
     @classmethod
     def of(cls, world: World) -> Arrival:

@@ -249,25 +249,15 @@ def describe_settings() -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What the arguments of ``init`` and the environment say together; an argument goes before a variable.
+    """What the arguments of ``init`` and the environment say together; an argument goes before a variable."""
 
-    Attributes:
-        settings: The environment's.
-        transport: As the argument of ``init``, and so are ``collectives`` and ``coordination``.
-        is_engine_given: Whether there is an argument ``engine``.
-        engine: Sizes, scheduling, stall watch.
-        tcp: Sockets, heartbeats, deadlines.
-        tls: Certificates, if TCP is to be encrypted.
-        links: What messages cost.
-    """
-
-    settings: Settings
-    transport: str
-    is_engine_given: bool
-    engine: EngineConfig
-    tcp: TcpConfig
-    tls: Tls | None
-    links: LinkPolicy
+    settings: Settings  #: The environment's.
+    transport: str  #: As the argument of ``init``, and so are ``collectives`` and ``coordination``.
+    is_engine_given: bool  #: Whether there is an argument ``engine``.
+    engine: EngineConfig  #: Sizes, scheduling, stall watch.
+    tcp: TcpConfig  #: Sockets, heartbeats, deadlines.
+    tls: Tls | None  #: Certificates, if TCP is to be encrypted.
+    links: LinkPolicy  #: What messages cost.
     collectives: Collectives
     coordination: CoordinationConfig | str | Path | None
 

@@ -29,16 +29,11 @@ _OTHERS = 8
 
 
 class Failure(NamedTuple):
-    """What standard error says about the end of a process.
+    """What standard error says about the end of a process."""
 
-    Attributes:
-        error: The line of the exception that has ended it; "" if there is none.
-        lines: Lines around it; the last ones if there is none.
-        traceback: The lines of its traceback, with the line of the exception; none if there is none.
-    """
-
-    error: str
-    lines: tuple[str, ...]
+    error: str  #: The line of the exception that has ended it; "" if there is none.
+    lines: tuple[str, ...]  #: Lines around it; the last ones if there is none.
+    #: The lines of its traceback, with the line of the exception; none if there is none.
     traceback: tuple[str, ...] = ()
 
 

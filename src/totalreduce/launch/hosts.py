@@ -27,15 +27,10 @@ _LINE = re.compile(rf"({_NAME})(?::([0-9]{{1,5}})|[ \t]+slots[ \t]*=[ \t]*([0-9]
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A host of the list.
+    """A host of the list."""
 
-    Attributes:
-        name: Its name or address, as ssh takes it: ``node0`` or ``user@node0``.
-        slots: How many workers run on it at most, but for spares.
-    """
-
-    name: str
-    slots: int
+    name: str  #: Its name or address, as ssh takes it: ``node0`` or ``user@node0``.
+    slots: int  #: How many workers run on it at most, but for spares.
 
     @property
     def address(self) -> str:
@@ -99,34 +94,21 @@ def _hosts_of(entries: Sequence[tuple[str, str | None]], source: str) -> tuple[H
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the worker of a seat runs.
+    """Where the worker of a seat runs."""
 
-    Attributes:
-        host: The name of its host.
-        host_number: The number of the host in the order in which hosts were listed first (``GROUP_RANK``).
-        local_rank: Its rank among the workers of the host.
-        local_world_size: The number of workers of the host.
-    """
-
-    host: str
-    host_number: int
-    local_rank: int
-    local_world_size: int
+    host: str  #: The name of its host.
+    host_number: int  #: The number of the host in the order in which hosts were listed first (``GROUP_RANK``).
+    local_rank: int  #: Its rank among the workers of the host.
+    local_world_size: int  #: The number of workers of the host.
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What another list of hosts has changed.
+    """What another list of hosts has changed."""
 
-    Attributes:
-        added: The hosts that were not listed before, or have more slots now.
-        removed: The names of the hosts that are not listed any more, or have fewer slots.
-        displaced: The seats that have no slot any more, and must be ended.
-    """
-
-    added: tuple[Host, ...] = ()
-    removed: tuple[str, ...] = ()
-    displaced: tuple[int, ...] = ()
+    added: tuple[Host, ...] = ()  #: The hosts that were not listed before, or have more slots now.
+    removed: tuple[str, ...] = ()  #: The names of the hosts that are not listed any more, or have fewer slots.
+    displaced: tuple[int, ...] = ()  #: The seats that have no slot any more, and must be ended.
 
 
 @dataclass(slots=True)

@@ -39,19 +39,12 @@ _EPOCHS_UNSEEN = 1000
 
 @dataclass(frozen=True, slots=True)
 class RankSuspected:
-    """A rank has heard nothing from another one.
+    """A rank has heard nothing from another one."""
 
-    Attributes:
-        seat: The seat of the silent rank.
-        incarnation: How often that rank was started again.
-        by: The seat of the rank that reports it.
-        epoch: The membership in which it is silent.
-    """
-
-    seat: int
-    incarnation: int
-    by: int
-    epoch: int
+    seat: int  #: The seat of the silent rank.
+    incarnation: int  #: How often that rank was started again.
+    by: int  #: The seat of the rank that reports it.
+    epoch: int  #: The membership in which it is silent.
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +71,11 @@ class JobFinished:
 
 @dataclass(frozen=True, slots=True)
 class MembershipDecided:
-    """The ranks have decided who forms the next group.
+    """The ranks have decided who forms the next group."""
 
-    Attributes:
-        epoch: The number of the membership.
-        seats: The seats of its members.
-        details: All that the keeper says of it, JSON values.
-    """
-
-    epoch: int
-    seats: list[int]
-    details: dict[str, Any]
+    epoch: int  #: The number of the membership.
+    seats: list[int]  #: The seats of its members.
+    details: dict[str, Any]  #: All that the keeper says of it, JSON values.
 
 
 KeeperEvent = RankSuspected | RankWaits | ValuesRefused | JobBegun | JobFinished | MembershipDecided

@@ -22,19 +22,12 @@ _TOKEN = re.compile(rb"(\r\n|\n|\r)")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A line, or a part of one, to be shown.
+    """A line, or a part of one, to be shown."""
 
-    Attributes:
-        text: Bytes without line ends.
-        starts: Whether no part of this line was shown before.
-        replaces: Whether it overwrites the part of this line that was shown.
-        ends: Whether the line is complete.
-    """
-
-    text: bytes
-    starts: bool
-    replaces: bool
-    ends: bool
+    text: bytes  #: Bytes without line ends.
+    starts: bool  #: Whether no part of this line was shown before.
+    replaces: bool  #: Whether it overwrites the part of this line that was shown.
+    ends: bool  #: Whether the line is complete.
 
 
 class LineStream:

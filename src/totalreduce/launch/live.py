@@ -27,11 +27,7 @@ _WRITE_S = 0.25
 
 @final
 class LiveJob:
-    """The folder of one run; a context manager that removes it.
-
-    Attributes:
-        board: The folder.
-    """
+    """The folder of one run; a context manager that removes it."""
 
     def __init__(self, warn: Callable[[str], object] = lambda _: None) -> None:
         """Make the folder. Raises ``ConfigurationError`` if that is impossible.
@@ -39,7 +35,7 @@ class LiveJob:
         ``warn`` is called with a sentence if the file about the job cannot be written, once.
         """
         self._warn: Callable[[str], object] | None = warn
-        self.board: Board = make_board(f"run-{os.getpid()}")
+        self.board: Board = make_board(f"run-{os.getpid()}")  #: The folder.
         self._record: JobRecord | None = None
         self._is_written = True
         self._write_at = 0.0

@@ -19,21 +19,13 @@ _ENDPOINT = re.compile(r"(?:\[([^\]]+)\]|([^:\[\]]+))(?::(\d+))?")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeOptions:
-    """The part of a job that a launcher starts. The launchers of the other machines have the same options but ``rank``.
+    """The part of a job that a launcher starts. All options but ``rank`` are the same on the other machines."""
 
-    Attributes:
-        rank: The number of this machine, from 0.
-        count: The number of machines.
-        address: The address of machine 0, on which rank 0 serves the rendezvous store.
-        port: The port of this store.
-        job: The id of the job.
-    """
-
-    rank: int
-    count: int
-    address: str
-    port: int
-    job: str
+    rank: int  #: The number of this machine, from 0.
+    count: int  #: The number of machines.
+    address: str  #: The address of machine 0, on which rank 0 serves the rendezvous store.
+    port: int  #: The port of this store.
+    job: str  #: The id of the job.
 
     @property
     def names(self) -> list[str]:

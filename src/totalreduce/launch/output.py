@@ -140,14 +140,10 @@ def _same_file(one: IO[str] | None, other: IO[str] | None) -> bool:
 
 
 class OutputSink:
-    """Keeps the last errors of every rank, and shows nothing: the base of the four sinks.
-
-    Attributes:
-        targets: Standard output and standard error for the worker of each rank.
-    """
+    """Keeps the last errors of every rank, and shows nothing: the base of the four sinks."""
 
     def __init__(self, targets: Sequence[tuple[Target, Target]], streams: Streams) -> None:
-        self.targets = targets
+        self.targets = targets  #: Standard output and standard error for the worker of each rank.
         self._streams = streams
         self._tails = [Tail(_ERROR_TAIL_BYTES) for _ in targets]
 

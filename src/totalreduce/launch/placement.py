@@ -46,21 +46,15 @@ def ssh_command(*, port: int | None = None, identity: Path | None = None) -> tup
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostOptions:
-    """The hosts of a run, and how workers are started there.
+    """The hosts of a run, and how workers are started there."""
 
-    Attributes:
-        hosts: The hosts at the begin. ``localhost`` and this host's own name need no remote shell.
-        file: The file that lists them. With ``RecoveryOptions`` it is read again when it changes.
-        shell: The remote shell: a command to which a host and a command line for it are appended.
-        python: The Python interpreter of the other hosts; by default at the path of this one.
-        address: The address of this host for the others; by default that of the route to them.
-    """
-
-    hosts: tuple[Host, ...]
-    file: Path | None = None
+    hosts: tuple[Host, ...]  #: The hosts at the begin. ``localhost`` and this host's own name need no remote shell.
+    file: Path | None = None  #: The file that lists them. With ``RecoveryOptions`` it is read again when it changes.
+    #: The remote shell: a command to which a host and a command line for it are appended.
     shell: tuple[str, ...] = ssh_command()
+    #: The Python interpreter of the other hosts; by default at the path of this one.
     python: str = field(default_factory=lambda: users_path(sys.executable))
-    address: str | None = None
+    address: str | None = None  #: The address of this host for the others; by default that of the route to them.
 
 
 def is_this_host(name: str) -> bool:

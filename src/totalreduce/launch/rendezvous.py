@@ -65,38 +65,24 @@ _MEETING = "totalreduce/meeting"
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """The host of one rank, and the addresses at which it listens.
+    """The host of one rank, and the addresses at which it listens."""
 
-    Attributes:
-        host: Equal for ranks that can share memory (see ``address.host_identity``).
-        address: Address for TCP; "" if the rank does not listen.
-        port: Port for TCP.
-        shared_memory: Address of the Unix socket; ``None`` if the rank cannot share memory.
-    """
-
-    host: str
-    address: str = ""
-    port: int = 0
-    shared_memory: str | None = None
+    host: str  #: Equal for ranks that can share memory (see ``address.host_identity``).
+    address: str = ""  #: Address for TCP; "" if the rank does not listen.
+    port: int = 0  #: Port for TCP.
+    shared_memory: str | None = None  #: Address of the Unix socket; ``None`` if the rank cannot share memory.
 
 
 @dataclass(frozen=True, slots=True)
 class StoreRank:
-    """An open store, and the rank of this process among the processes that meet in it.
+    """An open store, and the rank of this process among the processes that meet in it."""
 
-    Attributes:
-        store: A store that all ranks can reach.
-        rank: The rank of this process.
-        world_size: The number of processes.
-        epoch: Tells successive groups of one job apart: messages and connections of another epoch are refused.
-        interruption: Returns why the group cannot be formed any more; "" if it can. It is called several times a
-            second. ``None``: nothing interrupts.
-    """
-
-    store: Store
-    rank: int
+    store: Store  #: A store that all ranks can reach.
+    rank: int  #: The rank of this process.
     world_size: int
-    epoch: int = 0
+    epoch: int = 0  #: Tells successive groups of one job apart: messages and connections of another epoch are refused.
+    #: Returns why the group cannot be formed any more; "" if it can. It is called several times a second. ``None``:
+    #: nothing interrupts.
     interruption: Callable[[], str] | None = None
 
     def world(self) -> World:

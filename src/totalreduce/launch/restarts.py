@@ -23,18 +23,12 @@ _ACCUSED_EPOCHS = 64
 
 @dataclass(frozen=True, slots=True)
 class Seats:
-    """The seats of a job: those of the workers, and then those of the ranks that only serve.
+    """The seats of a job: those of the workers, and then those of the ranks that only serve."""
 
-    Attributes:
-        workers: The number of seats of workers.
-        servers: The number of seats of ranks that only serve.
-        first_workers: The number of workers with which the job begins. They have the first seats.
-        first_servers: The number of ranks that only serve with which it begins. They have the first seats of theirs.
-    """
-
-    workers: int
-    servers: int
-    first_workers: int
+    workers: int  #: The number of seats of workers.
+    servers: int  #: The number of seats of ranks that only serve.
+    first_workers: int  #: The number of workers with which the job begins. They have the first seats.
+    #: The number of ranks that only serve with which it begins. They have the first seats of theirs.
     first_servers: int
 
     @property
@@ -61,30 +55,23 @@ class Seats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecoveryOptions:
-    """What ``totalreduce run`` does when a worker fails.
+    """What ``totalreduce run`` does when a worker fails."""
 
-    Attributes:
-        on_loss: ``"replace"``: the others wait until it was started again. ``"shrink"``: they go on without it, and it
-            may join again.
-        restarts: How many workers are started again in the whole run.
-        min_ranks: With ``"shrink"``: the smallest number of ranks that go on.
-        max_ranks: With ``"shrink"``: the number of seats of workers. While hosts have free slots, processes are started
-            for seats beyond the number of workers, and join. By default no more than the job begins with.
-        max_servers: With ``"shrink"``: the same of ranks that only serve.
-        spares: How many processes wait on each host to replace a worker, and as many again to replace a rank that only
-            serves, if there are some (``spares``).
-        on_event: Is called with each event: a dictionary with ``event`` (``ended``, ``started``, ``suspected``,
-            ``epoch``, ``program failed``, ``start failed``, ``spare ended``, ``keeper``, ``values refused``,
-            ``host added``, ``host removed``, ``host blacklisted``, ``host back`` or ``hosts refused``) and its details,
-            JSON values.
-    """
-
+    #: ``"replace"``: the others wait until it was started again. ``"shrink"``: they go on without it, and it may join
+    #: again.
     on_loss: Literal["replace", "shrink"]
-    restarts: int = 10
-    min_ranks: int = 1
+    restarts: int = 10  #: How many workers are started again in the whole run.
+    min_ranks: int = 1  #: With ``"shrink"``: the smallest number of ranks that go on.
+    #: With ``"shrink"``: the number of seats of workers. While hosts have free slots, processes are started for seats
+    #: beyond the number of workers, and join. By default no more than the job begins with.
     max_ranks: int | None = None
-    max_servers: int | None = None
+    max_servers: int | None = None  #: With ``"shrink"``: the same of ranks that only serve.
+    #: How many processes wait on each host to replace a worker, and as many again to replace a rank that only serves,
+    #: if there are some (``spares``).
     spares: int = 0
+    #: Is called with each event: a dictionary with ``event`` (``ended``, ``started``, ``suspected``, ``epoch``,
+    #: ``program failed``, ``start failed``, ``spare ended``, ``keeper``, ``values refused``, ``host added``, ``host
+    #: removed``, ``host blacklisted``, ``host back`` or ``hosts refused``) and its details, JSON values.
     on_event: Callable[[dict[str, Any]], None] = lambda _: None
 
     def check(self, num_workers: int, num_servers: int) -> None:

@@ -69,16 +69,11 @@ class Spare:
 
 @final
 class Spares:
-    """The spares of a run.
-
-    Attributes:
-        waiting: Those without a seat, the oldest first.
-        fail: Whether one has ended by itself without a seat: then no more are started.
-    """
+    """The spares of a run."""
 
     def __init__(self) -> None:
-        self.waiting: list[Spare] = []
-        self.fail = False
+        self.waiting: list[Spare] = []  #: Those without a seat, the oldest first.
+        self.fail = False  #: Whether one has ended by itself without a seat: then no more are started.
 
     def count(self, *, serves: bool) -> dict[str, int]:
         """Return by host how many spares wait there that serve, or that do not."""

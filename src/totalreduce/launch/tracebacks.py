@@ -45,17 +45,11 @@ _FIRST_FRAMES, _LAST_FRAMES = 2, 6
 
 
 class Frame(NamedTuple):
-    """A call in a traceback.
+    """A call in a traceback."""
 
-    Attributes:
-        path: The file.
-        line: The number of the line.
-        source: The line; "" if the traceback does not show it.
-    """
-
-    path: str
-    line: int
-    source: str
+    path: str  #: The file.
+    line: int  #: The number of the line.
+    source: str  #: The line; "" if the traceback does not show it.
 
     @property
     def package(self) -> str:
@@ -74,15 +68,10 @@ class Frame(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """The exception that has ended a process.
+    """The exception that has ended a process."""
 
-    Attributes:
-        frames: The calls, the innermost one last; none if only the error is known.
-        error: The line with its type and text; "" if the process has written no exception.
-    """
-
-    frames: tuple[Frame, ...]
-    error: str
+    frames: tuple[Frame, ...]  #: The calls, the innermost one last; none if only the error is known.
+    error: str  #: The line with its type and text; "" if the process has written no exception.
 
     @classmethod
     def of(cls, lines: Sequence[str], error: str) -> Trace:

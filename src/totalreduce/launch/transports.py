@@ -47,29 +47,19 @@ _STORE_DESCRIPTORS = 9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JoinRequest:
-    """The arguments of ``init`` that concern the connections between ranks.
+    """The arguments of ``init`` that concern the connections between ranks."""
 
-    Attributes:
-        transport: The name of the transport.
-        name: The name of the group.
-        settings: Settings from the environment.
-        timeout_s: Seconds until all ranks must have met.
-        tcp: Sockets, heartbeats, deadlines; the other transports use the heartbeats and the limit of silence, too.
-        tls: Certificates, if TCP is to be encrypted.
-        wire: Settings that must be equal on all ranks.
-        store: The store in which the ranks meet; ``None``: the process group's store, or one that rank 0 opens.
-        board_bytes: Length of the boards (see ``transports.base.Boards``).
-    """
-
-    transport: str
-    name: str
-    settings: Settings
-    timeout_s: float
+    transport: str  #: The name of the transport.
+    name: str  #: The name of the group.
+    settings: Settings  #: Settings from the environment.
+    timeout_s: float  #: Seconds until all ranks must have met.
+    #: Sockets, heartbeats, deadlines; the other transports use the heartbeats and the limit of silence, too.
     tcp: TcpConfig
-    tls: Tls | None
-    wire: Mapping[str, int | float | str]
+    tls: Tls | None  #: Certificates, if TCP is to be encrypted.
+    wire: Mapping[str, int | float | str]  #: Settings that must be equal on all ranks.
+    #: The store in which the ranks meet; ``None``: the process group's store, or one that rank 0 opens.
     store: StoreRank | None = None
-    board_bytes: int = 0
+    board_bytes: int = 0  #: Length of the boards (see ``transports.base.Boards``).
 
 
 def _world(store: StoreRank | None) -> World:
@@ -104,26 +94,20 @@ def _rank_in_mpi(store: StoreRank | None) -> tuple[int, int]:  # noqa: ARG001  (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransportSpec:
-    """How one kind of transport is connected.
+    """How one kind of transport is connected."""
 
-    Attributes:
-        connect: Meets the other ranks, compares settings (``meet`` does both), and returns the transport that reaches
-            them, with their hosts set by ``Transport.set_hosts``. Collective.
-        rank_and_size: Returns the rank of this process and the size of its world, from the store given to ``init``, or
-            from the environment.
-        library: Returns the collectives of the library beside the transport, within the given seconds; ``None``: there
-            is no such library.
-        prefers_library: With ``collectives="auto"`` the library carries the collectives out.
-        encrypts: The transport can encrypt with TLS.
-        shares_memory: Ranks of one host send through shared memory.
-    """
-
+    #: Meets the other ranks, compares settings (``meet`` does both), and returns the transport that reaches them, with
+    #: their hosts set by ``Transport.set_hosts``. Collective.
     connect: Callable[[JoinRequest], Transport]
+    #: Returns the rank of this process and the size of its world, from the store given to ``init``, or from the
+    #: environment.
     rank_and_size: Callable[[StoreRank | None], tuple[int, int]] = _rank_and_size
+    #: Returns the collectives of the library beside the transport, within the given seconds; ``None``: there is no such
+    #: library.
     library: Callable[[Transport, float], NativeCollectives] | None = None
-    prefers_library: bool = False
-    encrypts: bool = False
-    shares_memory: bool = False
+    prefers_library: bool = False  #: With ``collectives="auto"`` the library carries the collectives out.
+    encrypts: bool = False  #: The transport can encrypt with TLS.
+    shares_memory: bool = False  #: Ranks of one host send through shared memory.
 
 
 def connect(request: JoinRequest) -> Transport:

@@ -60,35 +60,23 @@ Target = int | IO[bytes] | None
 
 @dataclass(frozen=True, slots=True)
 class WorkerResult:
-    """The end of one worker.
+    """The end of one worker."""
 
-    Attributes:
-        rank: Rank of the worker.
-        pid: Id of its process.
-        exit_code: The exit code as a shell shows it: 128 plus the signal's number if a signal ended the worker.
-        signal: Name of the signal that ended it, for example ``SIGKILL`` or ``signal 36``; ``None`` if it exited.
-        seconds: Time from its start to its end.
-        last_errors: The last lines of its standard error, or those around its exception, if that went through the
-            launcher.
-        host: The name of its host in the list of hosts.
-        error: The line of the exception that has ended it; "" if its standard error shows none.
-        was_stopped: Whether the launcher has sent it a signal to end it.
-        is_out_of_memory: Whether the kernel has probably killed it because memory was short: it was not stopped and was
-            killed by SIGKILL, and the kernel has killed a process of its host for that reason meanwhile.
-        traceback: The lines of the traceback of its exception, if its standard error shows one.
-    """
-
-    rank: int
-    pid: int
-    exit_code: int
+    rank: int  #: Rank of the worker.
+    pid: int  #: Id of its process.
+    exit_code: int  #: The exit code as a shell shows it: 128 plus the signal's number if a signal ended the worker.
+    #: Name of the signal that ended it, for example ``SIGKILL`` or ``signal 36``; ``None`` if it exited.
     signal: str | None
-    seconds: float
+    seconds: float  #: Time from its start to its end.
+    #: The last lines of its standard error, or those around its exception, if that went through the launcher.
     last_errors: tuple[str, ...] = ()
-    host: str = "localhost"
-    error: str = ""
-    was_stopped: bool = False
+    host: str = "localhost"  #: The name of its host in the list of hosts.
+    error: str = ""  #: The line of the exception that has ended it; "" if its standard error shows none.
+    was_stopped: bool = False  #: Whether the launcher has sent it a signal to end it.
+    #: Whether the kernel has probably killed it because memory was short: it was not stopped and was killed by SIGKILL,
+    #: and the kernel has killed a process of its host for that reason meanwhile.
     is_out_of_memory: bool = False
-    traceback: tuple[str, ...] = ()
+    traceback: tuple[str, ...] = ()  #: The lines of the traceback of its exception, if its standard error shows one.
 
     @property
     def trace(self) -> Trace:
@@ -105,30 +93,19 @@ class WorkerResult:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """The end of a run.
+    """The end of a run."""
 
-    Attributes:
-        exit_code: Exit code for the launcher: 0, the first failure's code, 124 after a timeout, 128 plus the signal's
-            number after a signal.
-        workers: One result per rank.
-        first_failure: The worker that failed first by itself, if any.
-        interrupted_by: Name of the signal that the launcher got, if any.
-        timed_out: Whether ``timeout_s`` ran out.
-        seconds: Time from the first start to the last end.
-        lost: Sentences about output that was lost, because its file or its reader has failed.
-        output: Standard output per rank, if captured.
-        errors: Standard error per rank, if captured.
-    """
-
+    #: Exit code for the launcher: 0, the first failure's code, 124 after a timeout, 128 plus the signal's number after
+    #: a signal.
     exit_code: int
-    workers: tuple[WorkerResult, ...]
-    first_failure: WorkerResult | None
-    interrupted_by: str | None = None
-    timed_out: bool = False
-    seconds: float = 0.0
-    lost: tuple[str, ...] = ()
-    output: list[str] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
+    workers: tuple[WorkerResult, ...]  #: One result per rank.
+    first_failure: WorkerResult | None  #: The worker that failed first by itself, if any.
+    interrupted_by: str | None = None  #: Name of the signal that the launcher got, if any.
+    timed_out: bool = False  #: Whether ``timeout_s`` ran out.
+    seconds: float = 0.0  #: Time from the first start to the last end.
+    lost: tuple[str, ...] = ()  #: Sentences about output that was lost, because its file or its reader has failed.
+    output: list[str] = field(default_factory=list)  #: Standard output per rank, if captured.
+    errors: list[str] = field(default_factory=list)  #: Standard error per rank, if captured.
 
     def as_dict(self) -> dict[str, object]:
         """Return a summary as JSON objects, without captured output."""

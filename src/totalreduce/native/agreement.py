@@ -73,11 +73,6 @@ class Agreement:
         report: A function that is called with each batch that has ended.
         joined: A function that is called once when all ranks have joined, before ``join`` returns.
         scope: A name that no other agreement of the job has.
-
-    Attributes:
-        negotiator: The protocol. It is changed under the engine's lock only. Without the lock, threads read ``ended``
-            and ``membership.joined``, whose values are never changed but replaced, and copy ``membership.departed``.
-        number: The number of the channel.
     """
 
     def __init__(
@@ -90,8 +85,10 @@ class Agreement:
         scope: str,
     ) -> None:
         self._members, self._runner = members, members.runner
+        #: The protocol. It is changed under the engine's lock only. Without the lock, threads read ``ended`` and
+        #: ``membership.joined``, whose values are never changed but replaced, and copy ``membership.departed``.
         self.negotiator = Negotiator(members.rank, members.world_size, config, ranks=members.ranks)
-        self.number = operation_id(f"coordination of {scope!r}")
+        self.number = operation_id(f"coordination of {scope!r}")  #: The number of the channel.
         self._indices = {rank: index for index, rank in enumerate(members.ranks)}
         #: By name: all operations of this rank in flight, and those among them on which the ranks have not agreed.
         self._in_flight: dict[str, NativeOperation] = {}

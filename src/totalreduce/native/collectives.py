@@ -36,16 +36,12 @@ class NativeCollectives(Protocol):
     and on a device that the library knows. Nobody writes to them until the collective has ended, which keeps them
     alive. Element types and counts are equal on all ranks.
 
-    Attributes:
-        world_size: Number of ranks.
-        device: The device of this rank's tensors, if the library has one; else the CPU.
-
     Raises:
         UnsupportedError: The library does not have this collective or element type. Every collective can raise it.
     """
 
     world_size: int
-    device: torch.device
+    device: torch.device  #: The device of this rank's tensors, if the library has one; else the CPU.
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> NativeWork:
         """Reduce in place over all ranks."""

@@ -29,17 +29,11 @@ _KNOWN_MAX = 100_000
 
 
 class Label(NamedTuple):
-    """The name of an operation, and how the ranks treat it.
+    """The name of an operation, and how the ranks treat it."""
 
-    Attributes:
-        name: The name, equal on all ranks.
-        cached: Whether the name can come again, so that the ranks remember the agreement on it.
-        priority: Of operations that are ready at the same time, the one with the smaller number goes first.
-    """
-
-    name: str
-    cached: bool
-    priority: int = 0
+    name: str  #: The name, equal on all ranks.
+    cached: bool  #: Whether the name can come again, so that the ranks remember the agreement on it.
+    priority: int = 0  #: Of operations that are ready at the same time, the one with the smaller number goes first.
 
 
 class Scaling(NamedTuple):

@@ -29,37 +29,26 @@ _ONE_OUTPUT = (OpKind.REDUCE_SCATTER, OpKind.SCATTER)
 
 @dataclass(slots=True, eq=False)
 class NativeOperation:
-    """One operation, from its submission until the library has ended.
+    """One operation, from its submission until the library has ended."""
 
-    Attributes:
-        request: The description that the other ranks get.
-        returned_tensor: The program's tensor that ``Work.wait`` returns; ``None``: it returns ``result``.
-        tensor: The contribution, in the memory that the program's tensor had when it was submitted. The result of an
-            allreduce, of a reduce and of a broadcast is written there, too.
-        operands: The memory that the operation uses.
-        outputs: Tensors that take the parts of the result, by rank; ``None``: one tensor is made, ``result``.
-        handle: Completed when the operation has ended; set when its memory is claimed.
-        submitted_at: Time of the submission on the engine's clock, in seconds.
-        iteration: How often the name was used before.
-        ready: On an accelerator: an event after which ``tensor`` has its values.
-        stream: On an accelerator: the current stream of the thread that submitted the operation.
-        result: The tensor that was made for the result, if there are no ``outputs``.
-        rows: Filled, at the end of an alltoall, with the number of rows that came from each rank.
-        error: The error of this operation alone, where the other operations of its batch went well.
-    """
-
-    request: Request
+    request: Request  #: The description that the other ranks get.
+    #: The program's tensor that ``Work.wait`` returns; ``None``: it returns ``result``.
     returned_tensor: torch.Tensor | None
+    #: The contribution, in the memory that the program's tensor had when it was submitted. The result of an allreduce,
+    #: of a reduce and of a broadcast is written there, too.
     tensor: torch.Tensor
-    operands: Operands
+    operands: Operands  #: The memory that the operation uses.
+    #: Tensors that take the parts of the result, by rank; ``None``: one tensor is made, ``result``.
     outputs: Sequence[torch.Tensor] | None = None
-    ready: Any = None
-    stream: Any = None
-    handle: Handle = field(init=False)
-    submitted_at: float = 0.0
-    iteration: int = 0
-    result: torch.Tensor | None = None
+    ready: Any = None  #: On an accelerator: an event after which ``tensor`` has its values.
+    stream: Any = None  #: On an accelerator: the current stream of the thread that submitted the operation.
+    handle: Handle = field(init=False)  #: Completed when the operation has ended; set when its memory is claimed.
+    submitted_at: float = 0.0  #: Time of the submission on the engine's clock, in seconds.
+    iteration: int = 0  #: How often the name was used before.
+    result: torch.Tensor | None = None  #: The tensor that was made for the result, if there are no ``outputs``.
+    #: Filled, at the end of an alltoall, with the number of rows that came from each rank.
     rows: list[int] = field(default_factory=list)
+    #: The error of this operation alone, where the other operations of its batch went well.
     error: BaseException | None = None
 
     def begin(self) -> None:

@@ -34,35 +34,21 @@ _NEUTRAL: dict[str, Callable[[torch.dtype], float]] = {
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """The operations that one call of the library carries out.
+    """The operations that one call of the library carries out."""
 
-    Attributes:
-        number: How many batches came before.
-        responses: The agreement's responses, one for each operation.
-        operations: This rank's operations; ``None`` where this rank has joined and lends data that changes nothing.
-        agreed: Time when the ranks had agreed on them, like the other times on the engine's clock, in seconds.
-        begun: Time when packing began.
-        packed: Time when the library was called.
-        ended: Time when the library had ended.
-        unpacked: Time when the results were in the tensors of the program.
-        work: The library's handle; ``None`` if there is nothing to do.
-        buffer: The fusion buffer.
-        finish: Unpacks the results.
-        error: The reason of the failure.
-    """
-
-    number: int
-    responses: list[Response]
+    number: int  #: How many batches came before.
+    responses: list[Response]  #: The agreement's responses, one for each operation.
+    #: This rank's operations; ``None`` where this rank has joined and lends data that changes nothing.
     operations: list[NativeOperation | None]
-    agreed: float
-    begun: float
-    packed: float = 0.0
-    ended: float = 0.0
-    unpacked: float = 0.0
-    work: NativeWork | None = None
-    buffer: torch.Tensor | None = None
-    finish: Callable[[], None] = lambda: None
-    error: BaseException | None = None
+    agreed: float  #: Time when the ranks had agreed on them, like the other times on the engine's clock, in seconds.
+    begun: float  #: Time when packing began.
+    packed: float = 0.0  #: Time when the library was called.
+    ended: float = 0.0  #: Time when the library had ended.
+    unpacked: float = 0.0  #: Time when the results were in the tensors of the program.
+    work: NativeWork | None = None  #: The library's handle; ``None`` if there is nothing to do.
+    buffer: torch.Tensor | None = None  #: The fusion buffer.
+    finish: Callable[[], None] = lambda: None  #: Unpacks the results.
+    error: BaseException | None = None  #: The reason of the failure.
 
     @property
     def mine(self) -> list[NativeOperation]:

@@ -28,17 +28,12 @@ _OF_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """A reduction as a library can do it.
+    """A reduction as a library can do it."""
 
-    Attributes:
-        tensor: The tensor that the library reduces in place: the caller's memory, or a copy in a wider type.
-        op: The reduction; neither ``AVG`` nor a reduction of ``bool``.
-        finish: A function that is called afterwards, and puts the result into the caller's tensor.
-    """
-
+    #: The tensor that the library reduces in place: the caller's memory, or a copy in a wider type.
     tensor: torch.Tensor
-    op: ReduceOp
-    finish: Callable[[], None]
+    op: ReduceOp  #: The reduction; neither ``AVG`` nor a reduction of ``bool``.
+    finish: Callable[[], None]  #: A function that is called afterwards, and puts the result into the caller's tensor.
 
 
 def check_tensor(tensor: torch.Tensor, *, on_cpu: bool) -> None:

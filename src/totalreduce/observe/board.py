@@ -43,14 +43,10 @@ class RankReading(NamedTuple):
 
 @final
 class Board:
-    """The folder of one job.
-
-    Attributes:
-        path: The folder.
-    """
+    """The folder of one job."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = path  #: The folder.
 
     def write_figures(self, seat: int, document: bytes) -> None:
         """Replace the figures of a seat. Raises ``OSError`` if that is impossible."""

@@ -72,12 +72,7 @@ _HEADERS = {
 
 @final
 class Dashboard:
-    """The server of one job's page; a context manager.
-
-    Attributes:
-        port: The port on 127.0.0.1.
-        token: What a client must know.
-    """
+    """The server of one job's page; a context manager."""
 
     def __init__(self, board: Board, *, port: int = 0, token: str | None = None) -> None:
         """Listen.
@@ -95,14 +90,14 @@ class Dashboard:
                 f"the token of the dashboard needs at least {TOKEN_CHARACTERS_MIN} printable ASCII characters: "
                 "make one with `openssl rand -hex 32`"
             )
-        self.token = token or secrets.token_urlsafe(32)
+        self.token = token or secrets.token_urlsafe(32)  #: What a client must know.
         self._views = _Views(board)
         try:
             self._server = _Server(self)
             self._server.bind_to(port)
         except OSError as error:
             raise ConfigurationError(f"the dashboard cannot use port {port}: {describe_error(error)}") from error
-        self.port: int = self._server.server_address[1]
+        self.port: int = self._server.server_address[1]  #: The port on 127.0.0.1.
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(_LOOK_S,), name="totalreduce-dashboard", daemon=True
         )

@@ -29,89 +29,52 @@ _Made = TypeVar("_Made", bound="Link | RankFigures")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """The messages between this rank and another one.
+    """The messages between this rank and another one."""
 
-    Attributes:
-        peer: The other rank.
-        sent: Bytes sent since the group was formed.
-        received: Bytes received.
-        sent_per_s: Bytes per second, since the document before.
-        received_per_s: Likewise.
-    """
-
-    peer: int
-    sent: int
-    received: int
-    sent_per_s: float
-    received_per_s: float
+    peer: int  #: The other rank.
+    sent: int  #: Bytes sent since the group was formed.
+    received: int  #: Bytes received.
+    sent_per_s: float  #: Bytes per second, since the document before.
+    received_per_s: float  #: Likewise.
 
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFigures:
-    """The figures of one rank. Times of steps are means.
+    """The figures of one rank. Times of steps are means."""
 
-    Attributes:
-        seat: The place of the process in the job, which the launcher has given it. It never changes.
-        rank: Its rank in the present group.
-        world_size: The number of ranks of the group.
-        host: The name of its host.
-        pid: The id of its process.
-        epoch: The number of the membership, 0 if members never change.
-        incarnation: How often the process of this seat was started again.
-        step: The number of steps that have ended.
-        step_s: The time of a step in seconds; 0 until a step of this group has been timed. If no timed step has ended
-            since the document before, the times are those of that document.
-        compute_s: The part of it in which the thread that trains was not blocked.
-        exposed_s: The other part.
-        since_step_s: The time since the last step has ended.
-        hidden_share: As in ``StepReport``.
-        bytes_sent: Bytes sent since the group was formed, in the fast lane, too.
-        bytes_received: Bytes received.
-        sent_per_s: Bytes per second.
-        received_per_s: Likewise.
-        links: By peer, of messages only: the fast lane sends none.
-        pending: The name of the collective that is in flight for the longest time; empty if none is.
-        pending_s: The time since it was submitted.
-        pending_of_all: Whether all ranks of the group take part in that collective.
-        pending_ranks: If not: the ranks that take part, the first ones if there are many.
-        reason: Why it is in flight, as far as this rank knows.
-        stalls: Stall reports.
-        mismatches: Operations that ranks submitted differently.
-        refused_connections: Connections of strangers.
-        dropped_messages: Messages of failed operations or earlier memberships.
-        is_open: Whether the group is still open. If it is not, these are the last figures before the next group.
-        sources: By name: figures of sparse methods and strategies.
-    """
-
-    seat: int
-    rank: int
+    seat: int  #: The place of the process in the job, which the launcher has given it. It never changes.
+    rank: int  #: Its rank in the present group.
     world_size: int
-    host: str
-    pid: int
-    epoch: int
-    incarnation: int
-    step: int
+    host: str  #: The name of its host.
+    pid: int  #: The id of its process.
+    epoch: int  #: The number of the membership, 0 if members never change.
+    incarnation: int  #: How often the process of this seat was started again.
+    step: int  #: The number of steps that have ended.
+    #: The time of a step in seconds; 0 until a step of this group has been timed. If no timed step has ended since the
+    #: document before, the times are those of that document.
     step_s: float
-    compute_s: float
-    exposed_s: float
-    since_step_s: float
-    hidden_share: float
-    bytes_sent: int
+    compute_s: float  #: The part of it in which the thread that trains was not blocked.
+    exposed_s: float  #: The other part.
+    since_step_s: float  #: The time since the last step has ended.
+    hidden_share: float  #: As in ``StepReport``.
+    bytes_sent: int  #: Bytes sent since the group was formed, in the fast lane, too.
     bytes_received: int
-    sent_per_s: float
-    received_per_s: float
-    links: tuple[Link, ...] = ()
-    pending: str = ""
-    pending_s: float = 0.0
-    pending_of_all: bool = True
-    pending_ranks: tuple[int, ...] = ()
-    reason: str = ""
-    stalls: int = 0
-    mismatches: int = 0
-    refused_connections: int = 0
-    dropped_messages: int = 0
+    sent_per_s: float  #: Bytes per second.
+    received_per_s: float  #: Likewise.
+    links: tuple[Link, ...] = ()  #: By peer, of messages only: the fast lane sends none.
+    pending: str = ""  #: The name of the collective that is in flight for the longest time; empty if none is.
+    pending_s: float = 0.0  #: The time since it was submitted.
+    pending_of_all: bool = True  #: Whether all ranks of the group take part in that collective.
+    pending_ranks: tuple[int, ...] = ()  #: If not: the ranks that take part, the first ones if there are many.
+    reason: str = ""  #: Why it is in flight, as far as this rank knows.
+    stalls: int = 0  #: Stall reports.
+    mismatches: int = 0  #: Operations that ranks submitted differently.
+    refused_connections: int = 0  #: Connections of strangers.
+    dropped_messages: int = 0  #: Messages of failed operations or earlier memberships.
+    #: Whether the group is still open. If it is not, these are the last figures before the next group.
     is_open: bool = True
+    #: By name: figures of sparse methods and strategies.
     sources: dict[str, dict[str, Figure]] = field(default_factory=dict)
 
     def encode(self) -> bytes:

@@ -123,17 +123,11 @@ class _Piece(NamedTuple):
 
 @dataclass(slots=True)
 class Loss:
-    """What was lost.
+    """What was lost."""
 
-    Attributes:
-        lines: The number of line ends.
-        num_bytes: The number of bytes.
-        reason: The first reason; "" if nothing was lost.
-    """
-
-    lines: int = 0
+    lines: int = 0  #: The number of line ends.
     num_bytes: int = 0
-    reason: str = ""
+    reason: str = ""  #: The first reason; "" if nothing was lost.
 
     def add(self, data: bytes) -> None:
         """Count bytes."""

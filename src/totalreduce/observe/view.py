@@ -24,119 +24,69 @@ _LINKS_MAX, _EVENTS_MAX = 32, 50
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankRow:
-    """One rank.
+    """One rank."""
 
-    Attributes:
-        seat: Its place in the job.
-        rank: Its rank in the present group; ``None`` if it has written no figures, or has no rank any more.
-        host: Its host.
-        pid: The id of its process there; ``None`` if it is not known.
-        state: ``starting``, ``running``, ``silent``, ``ended``, ``lost`` (it has failed), ``no group`` (its group has
-            ended, and the next one is not formed yet), or ``left out`` (it is not a member of the present group).
-        note: How it ended, or why it is late.
-        is_late: Whether others wait for it.
-        incarnation: How often it was started again.
-        step: As in ``RankFigures``, and so are the fields that follow.
-        step_s: Seconds.
-        compute_s: Seconds.
-        exposed_s: Seconds.
-        hidden_share: 0 to 1.
-        sent_per_s: Bytes per second.
-        received_per_s: Bytes per second.
-        age_s: The age of the figures.
-    """
-
-    seat: int
-    rank: int | None
+    seat: int  #: Its place in the job.
+    rank: int | None  #: Its rank in the present group; ``None`` if it has written no figures, or has no rank any more.
     host: str
-    pid: int | None
+    pid: int | None  #: The id of its process there; ``None`` if it is not known.
+    #: ``starting``, ``running``, ``silent``, ``ended``, ``lost`` (it has failed), ``no group`` (its group has ended,
+    #: and the next one is not formed yet), or ``left out`` (it is not a member of the present group).
     state: str
-    note: str = ""
-    is_late: bool = False
-    incarnation: int = 0
-    step: int = 0
-    step_s: float = 0.0
-    compute_s: float = 0.0
-    exposed_s: float = 0.0
-    hidden_share: float = 1.0
-    sent_per_s: float = 0.0
-    received_per_s: float = 0.0
-    age_s: float | None = None
+    note: str = ""  #: How it ended, or why it is late.
+    is_late: bool = False  #: Whether others wait for it.
+    incarnation: int = 0  #: How often it was started again.
+    step: int = 0  #: As in ``RankFigures``, and so are the fields that follow.
+    step_s: float = 0.0  #: Seconds.
+    compute_s: float = 0.0  #: Seconds.
+    exposed_s: float = 0.0  #: Seconds.
+    hidden_share: float = 1.0  #: 0 to 1.
+    sent_per_s: float = 0.0  #: Bytes per second.
+    received_per_s: float = 0.0  #: Bytes per second.
+    age_s: float | None = None  #: The age of the figures.
 
 
 @dataclass(frozen=True, slots=True)
 class LateRank:
-    """A rank that others wait for.
-
-    Attributes:
-        seat: Its seat.
-        why: A phrase.
-    """
+    """A rank that others wait for."""
 
     seat: int
-    why: str
+    why: str  #: A phrase.
 
 
 @dataclass(frozen=True, slots=True)
 class LinkRow:
-    """The messages from one rank to another one, as the sender counts them.
+    """The messages from one rank to another one, as the sender counts them."""
 
-    Attributes:
-        sender: Its rank.
-        receiver: Its rank.
-        per_s: Bytes per second.
-        total: Bytes since the group was formed.
-    """
-
-    sender: int
-    receiver: int
-    per_s: float
-    total: int
+    sender: int  #: Its rank.
+    receiver: int  #: Its rank.
+    per_s: float  #: Bytes per second.
+    total: int  #: Bytes since the group was formed.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobView:
-    """A job. Times of steps are means over the ranks that run; if none runs, over all ranks at their ends.
+    """A job. Times of steps are means over the ranks that run; if none runs, over all ranks at their ends."""
 
-    Attributes:
-        job: Its id.
-        command: What each rank runs.
-        began_at: When the launcher has begun, in seconds of the time of the day.
-        now: The time of this view.
-        epoch: The number of the membership.
-        world_size: The number of ranks of the present group.
-        step: The largest number of steps of a rank.
-        step_s: Seconds.
-        compute_s: Seconds.
-        exposed_s: Seconds.
-        hidden_share: 0 to 1; it means nothing while ``step_s`` is 0.
-        sent_per_s: Bytes per second, of all ranks together.
-        late: The ranks that others wait for.
-        ranks: All seats.
-        links: The busiest links.
-        faults: By kind: a number.
-        training: By name: figures of sparse methods and strategies, of the first rank that has them.
-        events: What has happened, the latest last: ``time``, ``event`` and ``text``.
-    """
-
-    job: str
-    command: str
-    began_at: float
-    now: float
-    epoch: int = 0
-    world_size: int = 0
-    step: int = 0
-    step_s: float = 0.0
-    compute_s: float = 0.0
-    exposed_s: float = 0.0
-    hidden_share: float = 1.0
-    sent_per_s: float = 0.0
-    late: tuple[LateRank, ...] = ()
-    ranks: tuple[RankRow, ...] = ()
-    links: tuple[LinkRow, ...] = ()
-    faults: dict[str, int] = field(default_factory=dict)
+    job: str  #: Its id.
+    command: str  #: What each rank runs.
+    began_at: float  #: When the launcher has begun, in seconds of the time of the day.
+    now: float  #: The time of this view.
+    epoch: int = 0  #: The number of the membership.
+    world_size: int = 0  #: The number of ranks of the present group.
+    step: int = 0  #: The largest number of steps of a rank.
+    step_s: float = 0.0  #: Seconds.
+    compute_s: float = 0.0  #: Seconds.
+    exposed_s: float = 0.0  #: Seconds.
+    hidden_share: float = 1.0  #: 0 to 1; it means nothing while ``step_s`` is 0.
+    sent_per_s: float = 0.0  #: Bytes per second, of all ranks together.
+    late: tuple[LateRank, ...] = ()  #: The ranks that others wait for.
+    ranks: tuple[RankRow, ...] = ()  #: All seats.
+    links: tuple[LinkRow, ...] = ()  #: The busiest links.
+    faults: dict[str, int] = field(default_factory=dict)  #: By kind: a number.
+    #: By name: figures of sparse methods and strategies, of the first rank that has them.
     training: dict[str, dict[str, Figure]] = field(default_factory=dict)
-    events: tuple[dict[str, Any], ...] = ()
+    events: tuple[dict[str, Any], ...] = ()  #: What has happened, the latest last: ``time``, ``event`` and ``text``.
 
     @classmethod
     def read(cls, board: Board, now: float) -> JobView:

@@ -37,32 +37,20 @@ _DENSITY = 0.01
 
 @dataclass(frozen=True, slots=True)
 class CalibrationParameters:
-    """How the processes measure.
+    """How the processes measure."""
 
-    Attributes:
-        large_bytes: The size of the allreduces in which bytes count.
-        seconds: How long each kind of allreduce is repeated.
-    """
-
-    large_bytes: int = 8 << 20
-    seconds: float = 1.0
+    large_bytes: int = 8 << 20  #: The size of the allreduces in which bytes count.
+    seconds: float = 1.0  #: How long each kind of allreduce is repeated.
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The costs of an average allreduce on one rank.
+    """The costs of an average allreduce on one rank."""
 
-    Attributes:
-        processor_s: Processor seconds.
-        messages: Sent, and as many received.
-        num_bytes: Sent, and as many received, headers included.
-        reduced_bytes: Added.
-    """
-
-    processor_s: float
-    messages: float
-    num_bytes: float
-    reduced_bytes: float
+    processor_s: float  #: Processor seconds.
+    messages: float  #: Sent, and as many received.
+    num_bytes: float  #: Sent, and as many received, headers included.
+    reduced_bytes: float  #: Added.
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,22 +59,16 @@ class CalibrationSamples:
 
     Three kinds of allreduces are measured: of a few bytes, a large one in segments of the usual length, and a large one
     in many short segments.
-
-    Attributes:
-        alone: The costs of each kind while nothing else runs: the processor time of this process.
-        beside: The same of the first two kinds beside threads that train on all cores: the processor time that these
-            lose.
-        answers_s: Seconds from a message to a rank that waits for it to its answer: while nothing else runs, while a
-            thread trains on every core, and while two do.
-        latency_s: Seconds that an empty message takes to the other rank, software included.
-        sharing_loss: The share of the processor time that is lost where two threads train on every core.
     """
 
-    alone: list[Cost]
+    alone: list[Cost]  #: The costs of each kind while nothing else runs: the processor time of this process.
+    #: The same of the first two kinds beside threads that train on all cores: the processor time that these lose.
     beside: list[Cost]
+    #: Seconds from a message to a rank that waits for it to its answer: while nothing else runs, while a thread trains
+    #: on every core, and while two do.
     answers_s: list[float]
-    latency_s: float
-    sharing_loss: float
+    latency_s: float  #: Seconds that an empty message takes to the other rank, software included.
+    sharing_loss: float  #: The share of the processor time that is lost where two threads train on every core.
 
 
 def measure_calibration(rate: str | None = None) -> tuple[Calibration, float]:

@@ -33,19 +33,13 @@ _TAU: Final = 4
 
 @dataclass(frozen=True)
 class Contestant:
-    """A way of keeping ranks in step.
+    """A way of keeping ranks in step."""
 
-    Attributes:
-        text: As the command line has it.
-        name: What stands before the first colon.
-        settings: The others, by name.
-        rate: The learning rate, in times of that of all others: where gradients are added up and not averaged, the
-            inverse of the number of ranks.
-    """
-
-    text: str
-    name: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    text: str  #: As the command line has it.
+    name: str  #: What stands before the first colon.
+    settings: Mapping[str, Any] = field(default_factory=dict)  #: The others, by name.
+    #: The learning rate, in times of that of all others: where gradients are added up and not averaged, the inverse of
+    #: the number of ranks.
     rate: float = 1.0
 
 

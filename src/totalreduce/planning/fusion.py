@@ -14,17 +14,11 @@ _ELEMENT_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Layers that travel together, as one slice of the flat gradient.
+    """Layers that travel together, as one slice of the flat gradient."""
 
-    Attributes:
-        layers: Their indices in forward order, ascending.
-        begin: First element of the slice.
-        end: One past the last element.
-    """
-
-    layers: tuple[int, ...]
-    begin: int
-    end: int
+    layers: tuple[int, ...]  #: Their indices in forward order, ascending.
+    begin: int  #: First element of the slice.
+    end: int  #: One past the last element.
 
     @property
     def priority(self) -> int:

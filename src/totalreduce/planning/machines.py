@@ -40,29 +40,17 @@ _FILE_BYTES_MAX = 64 * 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machines:
-    """The machines of a job.
+    """The machines of a job."""
 
-    Attributes:
-        ranks_per_host: The number of ranks on each host.
-        rate: The rate of a host's network card in each direction, as ``10gbit``.
-        latency_us: Microseconds that an empty message takes to another host, software included.
-        cores: The number of cores of a host; with ``emulated`` those of the machine.
-        memory_gib: The memory of a host in GiB; 0: not looked at.
-        cost_per_host_hour: What an hour of a host costs, in any currency; 0: no costs.
-        emulated: Whether all hosts are emulated on one machine, whose cores they share.
-        local_latency_us: The latency between ranks of one host.
-        payload_share: The share of a link's bits that is payload.
-    """
-
-    ranks_per_host: int = 1
-    rate: str = "1gbit"
-    latency_us: float = 150.0
-    cores: int = 8
-    memory_gib: float = 0.0
-    cost_per_host_hour: float = 0.0
-    emulated: bool = False
-    local_latency_us: float = 50.0
-    payload_share: float = PAYLOAD_SHARE
+    ranks_per_host: int = 1  #: The number of ranks on each host.
+    rate: str = "1gbit"  #: The rate of a host's network card in each direction, as ``10gbit``.
+    latency_us: float = 150.0  #: Microseconds that an empty message takes to another host, software included.
+    cores: int = 8  #: The number of cores of a host; with ``emulated`` those of the machine.
+    memory_gib: float = 0.0  #: The memory of a host in GiB; 0: not looked at.
+    cost_per_host_hour: float = 0.0  #: What an hour of a host costs, in any currency; 0: no costs.
+    emulated: bool = False  #: Whether all hosts are emulated on one machine, whose cores they share.
+    local_latency_us: float = 50.0  #: The latency between ranks of one host.
+    payload_share: float = PAYLOAD_SHARE  #: The share of a link's bits that is payload.
 
     def __post_init__(self) -> None:
         """Refuse values that cannot work."""
@@ -117,36 +105,25 @@ class Calibration:
 
     The defaults are rounded figures of ``totalreduce plan --measure`` on the processor that ``source`` names. They are
     those of one machine, and each printed plan says so until it is given a calibration of the machine in question.
-
-    Attributes:
-        message_s: Processor seconds that a message takes on each of its two ranks.
-        byte_s: Processor seconds that a byte of a message takes on each of its two ranks.
-        beside_message_s: Processor seconds that a message takes from training beside it on each of its two ranks, more
-            than ``message_s``: the kernel handles packets in whatever thread runs, and caches are filled again.
-        beside_byte_s: The same for a byte of a message, more than ``byte_s``.
-        operation_s: Processor seconds that an operation takes on each rank, whatever its size.
-        wake_s: Seconds for which a thread that wakes up waits for a core on average, if a thread trains on every core.
-        crowded_wake_s: The same if two threads train on every core; at least ``wake_s``.
-        sharing_loss: The share of a core's time that is lost while two ranks train on it in turns, from 0 to 1.
-        reduce_bytes_per_s: Bytes of float32 that a rank adds in a second.
-        copy_bytes_per_s: Bytes that a rank copies in a second, from memory to memory.
-        select_elements_per_s: Elements that a rank accumulates and selects from in a second.
-        merge_bytes_per_s: Bytes of received selections that a rank merges in a second.
-        source: Where the numbers come from.
     """
 
-    message_s: float = 20e-6
-    byte_s: float = 0.2e-9
+    message_s: float = 20e-6  #: Processor seconds that a message takes on each of its two ranks.
+    byte_s: float = 0.2e-9  #: Processor seconds that a byte of a message takes on each of its two ranks.
+    #: Processor seconds that a message takes from training beside it on each of its two ranks, more than ``message_s``:
+    #: the kernel handles packets in whatever thread runs, and caches are filled again.
     beside_message_s: float = 0.0
-    beside_byte_s: float = 0.2e-9
-    operation_s: float = 300e-6
+    beside_byte_s: float = 0.2e-9  #: The same for a byte of a message, more than ``byte_s``.
+    operation_s: float = 300e-6  #: Processor seconds that an operation takes on each rank, whatever its size.
+    #: Seconds for which a thread that wakes up waits for a core on average, if a thread trains on every core.
     wake_s: float = 1e-3
-    crowded_wake_s: float = 3e-3
+    crowded_wake_s: float = 3e-3  #: The same if two threads train on every core; at least ``wake_s``.
+    #: The share of a core's time that is lost while two ranks train on it in turns, from 0 to 1.
     sharing_loss: float = 0.04
-    reduce_bytes_per_s: float = 8e9
-    copy_bytes_per_s: float = 1e10
-    select_elements_per_s: float = 1.2e9
-    merge_bytes_per_s: float = 1.3e8
+    reduce_bytes_per_s: float = 8e9  #: Bytes of float32 that a rank adds in a second.
+    copy_bytes_per_s: float = 1e10  #: Bytes that a rank copies in a second, from memory to memory.
+    select_elements_per_s: float = 1.2e9  #: Elements that a rank accumulates and selects from in a second.
+    merge_bytes_per_s: float = 1.3e8  #: Bytes of received selections that a rank merges in a second.
+    #: Where the numbers come from.
     source: str = "default, as measured on an AMD EPYC with 2 cores, loopback (--measure measures this machine)"
 
     def __post_init__(self) -> None:

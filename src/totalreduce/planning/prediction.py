@@ -67,47 +67,27 @@ _LANES = 2
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """One way of keeping in step on so many ranks.
+    """One way of keeping in step on so many ranks."""
 
-    Attributes:
-        contestant: Its name.
-        ranks: The number of ranks.
-        hosts: The number of hosts.
-        simulated_ranks: How many ranks were simulated; fewer than ``ranks``: the rest is extrapolated.
-        schedules: The schedules of the dense allreduces, that with the most bytes first; empty otherwise.
-        chosen: The way of keeping in step that ``auto`` chooses; empty for others.
-        step_s: Seconds of an average step.
-        compute_s: Seconds of it in which the training thread does not wait.
-        exposed_s: Seconds of it in which the training thread waits for communication.
-        exchange_s: Seconds from the first submission to the last end of an exchange, in an average step.
-        hidden_share: The share of that time that lies beside computation.
-        sent_bytes: Sent by the average rank in an average step, headers included.
-        link_bytes: Through the busiest host's link, in its busier direction, in an average step.
-        busy: The share of a step in which each resource is busy, by its name.
-        limit: The resource that limits the step.
-        next_limit: The resource that would limit it next.
-        epoch_s: Seconds of an epoch; ``None`` if the number of samples is not known.
-        epoch_cost: What an epoch costs; ``None`` if samples or costs are not known.
-    """
-
-    contestant: str
-    ranks: int
-    hosts: int
-    simulated_ranks: int
+    contestant: str  #: Its name.
+    ranks: int  #: The number of ranks.
+    hosts: int  #: The number of hosts.
+    simulated_ranks: int  #: How many ranks were simulated; fewer than ``ranks``: the rest is extrapolated.
+    #: The schedules of the dense allreduces, that with the most bytes first; empty otherwise.
     schedules: tuple[str, ...]
-    step_s: float
-    compute_s: float
-    exposed_s: float
-    exchange_s: float
-    hidden_share: float
-    sent_bytes: float
-    link_bytes: float
-    busy: dict[str, float]
-    limit: str
-    next_limit: str
-    epoch_s: float | None = None
-    epoch_cost: float | None = None
-    chosen: str = ""
+    step_s: float  #: Seconds of an average step.
+    compute_s: float  #: Seconds of it in which the training thread does not wait.
+    exposed_s: float  #: Seconds of it in which the training thread waits for communication.
+    exchange_s: float  #: Seconds from the first submission to the last end of an exchange, in an average step.
+    hidden_share: float  #: The share of that time that lies beside computation.
+    sent_bytes: float  #: Sent by the average rank in an average step, headers included.
+    link_bytes: float  #: Through the busiest host's link, in its busier direction, in an average step.
+    busy: dict[str, float]  #: The share of a step in which each resource is busy, by its name.
+    limit: str  #: The resource that limits the step.
+    next_limit: str  #: The resource that would limit it next.
+    epoch_s: float | None = None  #: Seconds of an epoch; ``None`` if the number of samples is not known.
+    epoch_cost: float | None = None  #: What an epoch costs; ``None`` if samples or costs are not known.
+    chosen: str = ""  #: The way of keeping in step that ``auto`` chooses; empty for others.
 
     @property
     def is_extrapolated(self) -> bool:

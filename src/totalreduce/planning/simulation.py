@@ -39,108 +39,69 @@ _TURNS = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scaling:
-    """How costs differ from those of the simulated number of ranks: 1 for what is simulated as it is.
+    """How costs differ from those of the simulated number of ranks: 1 for what is simulated as it is."""
 
-    Attributes:
-        latency: Factor of latencies.
-        messages: Factor of the processor time of messages.
-        num_bytes: Factor of the time that bytes take on network cards and processors.
-    """
-
-    latency: float = 1.0
-    messages: float = 1.0
-    num_bytes: float = 1.0
+    latency: float = 1.0  #: Factor of latencies.
+    messages: float = 1.0  #: Factor of the processor time of messages.
+    num_bytes: float = 1.0  #: Factor of the time that bytes take on network cards and processors.
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients that are exchanged together.
+    """Gradients that are exchanged together."""
 
-    Attributes:
-        ready_s: When the backward pass has the last of them.
-        elements: Their number.
-        priority: Smaller is more urgent.
-        effort: How long the method computes before it sends, in times of a selection of so many elements.
-    """
-
-    ready_s: float
-    elements: int
-    priority: int
-    effort: float = 1.0
+    ready_s: float  #: When the backward pass has the last of them.
+    elements: int  #: Their number.
+    priority: int  #: Smaller is more urgent.
+    effort: float = 1.0  #: How long the method computes before it sends, in times of a selection of so many elements.
 
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """All gradients are added in every step, by ``DistributedOptimizer`` without ``sync``.
+    """All gradients are added in every step, by ``DistributedOptimizer`` without ``sync``."""
 
-    Attributes:
-        bucket_bytes: Up to how many bytes small layers are fused.
-        schedule: The schedule of all allreduces; ``auto``: the selector's choice.
-        kind: ``ALLREDUCE``, or ``GATHER``: all gradients go to rank 0, and nothing comes back.
-    """
-
-    bucket_bytes: int
-    schedule: str = Algorithm.AUTO
+    bucket_bytes: int  #: Up to how many bytes small layers are fused.
+    schedule: str = Algorithm.AUTO  #: The schedule of all allreduces; ``auto``: the selector's choice.
+    #: ``ALLREDUCE``, or ``GATHER``: all gradients go to rank 0, and nothing comes back.
     kind: OpKind = OpKind.ALLREDUCE
 
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """A sparse method exchanges selections in every step.
+    """A sparse method exchanges selections in every step."""
 
-    Attributes:
-        buckets: The buckets, in the order in which they are ready.
-        scripts: What each of them sends.
-    """
-
-    buckets: Sequence[Bucket]
-    scripts: Sequence[Script]
+    buckets: Sequence[Bucket]  #: The buckets, in the order in which they are ready.
+    scripts: Sequence[Script]  #: What each of them sends.
 
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """A strategy: ranks train by themselves between exchanges.
+    """A strategy: ranks train by themselves between exchanges."""
 
-    Attributes:
-        period: The number of steps after which the strategy does the same again.
-        begun: The exchanges of two periods.
-    """
-
-    period: int
-    begun: Sequence[Begun]
+    period: int  #: The number of steps after which the strategy does the same again.
+    begun: Sequence[Begun]  #: The exchanges of two periods.
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedSteps:
-    """What the steps of a simulation took.
+    """What the steps of a simulation took."""
 
-    Attributes:
-        ranks: The number of ranks that were simulated.
-        step_s: Seconds of an average step.
-        compute_s: Seconds in which the training thread was not waiting for communication, in an average step. With
-            fewer cores than threads they are longer than in the trace.
-        exposed_s: Seconds in which it waited.
-        exchange_s: Seconds from the first submission to the last end of an exchange, in an average step, on the rank on
-            which that takes longest.
-        hidden_share: The share of the exchanges' time that lies beside computation, from 0 to 1, on the average rank.
-        sent_bytes: Sent by the average rank in an average step, headers included.
-        card_bytes: Through the busiest host's network card, in its busier direction, in an average step.
-        card_s: Seconds in which the busiest network card was busy, in its busier direction.
-        moved_s: Processor seconds of the busiest thread that moves messages and adds.
-        messages: Sent by the average rank in an average step.
-    """
-
-    ranks: int
-    step_s: float
+    ranks: int  #: The number of ranks that were simulated.
+    step_s: float  #: Seconds of an average step.
+    #: Seconds in which the training thread was not waiting for communication, in an average step. With fewer cores than
+    #: threads they are longer than in the trace.
     compute_s: float
-    exposed_s: float
+    exposed_s: float  #: Seconds in which it waited.
+    #: Seconds from the first submission to the last end of an exchange, in an average step, on the rank on which that
+    #: takes longest.
     exchange_s: float
+    #: The share of the exchanges' time that lies beside computation, from 0 to 1, on the average rank.
     hidden_share: float
-    sent_bytes: float
-    card_bytes: float
-    card_s: float
-    moved_s: float
-    messages: float
+    sent_bytes: float  #: Sent by the average rank in an average step, headers included.
+    card_bytes: float  #: Through the busiest host's network card, in its busier direction, in an average step.
+    card_s: float  #: Seconds in which the busiest network card was busy, in its busier direction.
+    moved_s: float  #: Processor seconds of the busiest thread that moves messages and adds.
+    messages: float  #: Sent by the average rank in an average step.
 
 
 @final
@@ -167,17 +128,11 @@ class _Gate:
 
 @dataclass(slots=True)
 class _Watch:
-    """The moments of one rank's steps, in seconds.
+    """The moments of one rank's steps, in seconds."""
 
-    Attributes:
-        ended: When each step ended.
-        waited: How long each step waited.
-        exchanged: How long each step's exchanges took, from the first submission to the last end.
-    """
-
-    ended: list[float]
-    waited: list[float]
-    exchanged: list[float]
+    ended: list[float]  #: When each step ended.
+    waited: list[float]  #: How long each step waited.
+    exchanged: list[float]  #: How long each step's exchanges took, from the first submission to the last end.
 
 
 def simulate(

@@ -29,36 +29,23 @@ _COLUMNS = ["ready_s", "needed_s", "elements"]
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One message of a training step.
+    """One message of a training step."""
 
-    Attributes:
-        ready_s: When the backward pass has its gradient, in seconds since the first gradient.
-        needed_s: When the next forward pass wants its new weights, on the same clock.
-        elements: Size of the gradient.
-        shapes: The shapes of the layer's parameters; empty if they are not known.
-    """
-
-    ready_s: float
-    needed_s: float
-    elements: int
-    shapes: tuple[tuple[int, ...], ...] = ()
+    ready_s: float  #: When the backward pass has its gradient, in seconds since the first gradient.
+    needed_s: float  #: When the next forward pass wants its new weights, on the same clock.
+    elements: int  #: Size of the gradient.
+    shapes: tuple[tuple[int, ...], ...] = ()  #: The shapes of the layer's parameters; empty if they are not known.
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The layers of a model in forward order, with where they come from.
+    """The layers of a model in forward order, with where they come from."""
 
-    Attributes:
-        model: The model's name.
-        source: Where the trace comes from.
-        layers: The layers in forward order.
-        step_s: Seconds of a whole step; 0 if the trace does not say. It is longer than ``compute_s`` by what lies
-            between the last layer's use and the next first gradient.
-    """
-
-    model: str
-    source: str
-    layers: tuple[Layer, ...]
+    model: str  #: The model's name.
+    source: str  #: Where the trace comes from.
+    layers: tuple[Layer, ...]  #: The layers in forward order.
+    #: Seconds of a whole step; 0 if the trace does not say. It is longer than ``compute_s`` by what lies between the
+    #: last layer's use and the next first gradient.
     step_s: float = 0.0
 
     @property

@@ -35,18 +35,13 @@ _GROWS = 0.75
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One action of an exchange on all ranks, without its contents.
+    """One action of an exchange on all ranks, without its contents."""
 
-    Attributes:
-        kind: The action's class.
-        sends: By rank: bytes for each rank (alltoall, messages); for itself and the others (allgather, broadcast,
-            allreduce) a list with one number.
-        root: The root of a broadcast.
-    """
-
-    kind: type[Action]
+    kind: type[Action]  #: The action's class.
+    #: By rank: bytes for each rank (alltoall, messages); for itself and the others (allgather, broadcast, allreduce) a
+    #: list with one number.
     sends: list[list[int]]
-    root: int = 0
+    root: int = 0  #: The root of a broadcast.
 
     def sent(self, rank: int) -> tuple[int, int]:
         """Return the messages and bytes that a rank sends, as if each block went straight to its receivers."""
@@ -75,19 +70,12 @@ Script = list[Round]
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """An exchange of a strategy.
+    """An exchange of a strategy."""
 
-    Attributes:
-        step: The number of steps after which it begins.
-        due: The number of steps after which its result is applied.
-        elements: The number of elements that it exchanges.
-        script: What it sends.
-    """
-
-    step: int
-    due: int
-    elements: int
-    script: Script
+    step: int  #: The number of steps after which it begins.
+    due: int  #: The number of steps after which its result is applied.
+    elements: int  #: The number of elements that it exchanges.
+    script: Script  #: What it sends.
 
 
 def script_totals(script: Script) -> tuple[float, float]:

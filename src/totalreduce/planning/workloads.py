@@ -18,19 +18,12 @@ _CONTEXT = 64
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A model and its data.
+    """A model and its data."""
 
-    Attributes:
-        name: As given on the command line.
-        batch: Examples per rank and step.
-        build: Makes the model; draws from torch's global generator.
-        draw: Inputs and targets of a batch, from a generator.
-    """
-
-    name: str
-    batch: int
-    build: Callable[[], nn.Module]
-    draw: Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
+    name: str  #: As given on the command line.
+    batch: int  #: Examples per rank and step.
+    build: Callable[[], nn.Module]  #: Makes the model; draws from torch's global generator.
+    draw: Callable[[int, torch.Generator], tuple[Tensor, Tensor]]  #: Inputs and targets of a batch, from a generator.
 
     def model(self, seed: int) -> nn.Module:
         """Equal on every rank for equal seeds."""

@@ -160,17 +160,11 @@ class Adasum:
 
 @dataclass(slots=True)
 class _Pack:
-    """All tensors of one dtype, one after the other, and the piece of them that this rank computes.
+    """All tensors of one dtype, one after the other, and the piece of them that this rank computes."""
 
-    Attributes:
-        flat: The tensors, on the CPU.
-        spans: The index of each tensor in the list, and its begin and end in ``flat``.
-        held: The begin and end of the piece.
-    """
-
-    flat: torch.Tensor
-    spans: list[tuple[int, int, int]]
-    held: tuple[int, int]
+    flat: torch.Tensor  #: The tensors, on the CPU.
+    spans: list[tuple[int, int, int]]  #: The index of each tensor in the list, and its begin and end in ``flat``.
+    held: tuple[int, int]  #: The begin and end of the piece.
 
     @property
     def piece(self) -> torch.Tensor:

@@ -24,27 +24,16 @@ __all__ = ["Bucket", "BucketSpec", "ParameterSpec", "WireFormat", "plan_buckets"
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """The description of one parameter, which must be equal on all ranks.
+    """The description of one parameter, which must be equal on all ranks."""
 
-    Attributes:
-        name: The first name under which the model lists the parameter.
-        aliases: Further names of a shared parameter.
-        shape: The parameter's shape.
-        stride: Its memory layout, in elements; the gradient's view of the bucket has the same.
-        dtype: The name of its dtype without ``torch.``.
-        num_elements: The product of the shape.
-        itemsize: Bytes of one element.
-        device: The kind of its device.
-    """
-
-    name: str
-    aliases: tuple[str, ...]
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: str
-    num_elements: int
-    itemsize: int
-    device: str = "cpu"
+    name: str  #: The first name under which the model lists the parameter.
+    aliases: tuple[str, ...]  #: Further names of a shared parameter.
+    shape: tuple[int, ...]  #: The parameter's shape.
+    stride: tuple[int, ...]  #: Its memory layout, in elements; the gradient's view of the bucket has the same.
+    dtype: str  #: The name of its dtype without ``torch.``.
+    num_elements: int  #: The product of the shape.
+    itemsize: int  #: Bytes of one element.
+    device: str = "cpu"  #: The kind of its device.
 
     @classmethod
     def of(
@@ -126,23 +115,14 @@ def _is_dense(parameter: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class BucketSpec:
-    """One bucket of the plan.
+    """One bucket of the plan."""
 
-    Attributes:
-        index: Position in the plan; bucket 0 is ready first in a usual backward pass.
-        dtype: The dtype of all its parameters.
-        members: Indices of the parameters, in the order of their gradients in memory.
-        num_elements: Number of elements of the gradients, without the tail.
-        num_buckets: In the last bucket of the plan the number of the plan's buckets; 0 in the others.
-        device: The kind of device of all its parameters.
-    """
-
-    index: int
-    dtype: str
-    members: tuple[int, ...]
-    num_elements: int
-    num_buckets: int
-    device: str = "cpu"
+    index: int  #: Position in the plan; bucket 0 is ready first in a usual backward pass.
+    dtype: str  #: The dtype of all its parameters.
+    members: tuple[int, ...]  #: Indices of the parameters, in the order of their gradients in memory.
+    num_elements: int  #: Number of elements of the gradients, without the tail.
+    num_buckets: int  #: In the last bucket of the plan the number of the plan's buckets; 0 in the others.
+    device: str = "cpu"  #: The kind of device of all its parameters.
 
 
 def plan_buckets(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> tuple[BucketSpec, ...]:
@@ -184,21 +164,13 @@ def plan_buckets(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class WireFormat:
-    """How gradients travel, and which flags this rank sends with them.
-
-    Attributes:
-        rank: This rank.
-        world_size: Number of ranks.
-        dtype: The dtype to which gradients are cast; ``None``: they are not.
-        scale: Factor before the reduction.
-        reports_absence: Whether a rank reports the gradients that it does not have.
-    """
+    """How gradients travel, and which flags this rank sends with them."""
 
     rank: int
     world_size: int
-    dtype: torch.dtype | None = None
-    scale: float = 1.0
-    reports_absence: bool = False
+    dtype: torch.dtype | None = None  #: The dtype to which gradients are cast; ``None``: they are not.
+    scale: float = 1.0  #: Factor before the reduction.
+    reports_absence: bool = False  #: Whether a rank reports the gradients that it does not have.
 
     def tail(self, spec: BucketSpec) -> TailLayout:
         """Return the layout of a bucket's tail."""
@@ -250,16 +222,7 @@ def _views(flat: torch.Tensor, members: Sequence[ParameterSpec]) -> list[torch.T
 
 
 class Bucket:
-    """The memory of one bucket, this rank's gradients that were copied into it, and its reduction in one round.
-
-    Attributes:
-        spec: Its place in the plan.
-        parameters: Its parameters.
-        specs: Their descriptions.
-        local: The gradients as they were when last captured; ``None`` where there was none.
-        priority: The priority of its reduction.
-        work: Its reduction in this round; ``None`` before it is submitted.
-    """
+    """The memory of one bucket, this rank's gradients that were copied into it, and its reduction in one round."""
 
     def __init__(
         self,
@@ -269,16 +232,17 @@ class Bucket:
         empty: Callable[..., torch.Tensor],
         wire: WireFormat,
     ) -> None:
-        self.spec = spec
+        self.spec = spec  #: Its place in the plan.
         self.parameters = [parameters[member] for member in spec.members]
-        self.specs = [specs[member] for member in spec.members]
+        self.specs = [specs[member] for member in spec.members]  #: Their descriptions.
         self._empty, self._wire = empty, wire
         self._memory = self._make()
         self._spare: _Memory | None = None
+        #: The gradients as they were when last captured; ``None`` where there was none.
         self.local: list[torch.Tensor | None] = []
         self._versions: list[int] = []
-        self.priority = 0
-        self.work: Work | None = None
+        self.priority = 0  #: The priority of its reduction.
+        self.work: Work | None = None  #: Its reduction in this round; ``None`` before it is submitted.
         self._complete = False
 
     @outside_inference_mode

@@ -35,23 +35,15 @@ _SMALL_ELEMENTS = 65_536
 
 @dataclass(slots=True)
 class _Place:
-    """One buffer of the model.
-
-    Attributes:
-        name: Its name.
-        buffers: The module's dictionary of buffers, in which the program may put another tensor.
-        key: Its key there.
-        like: A tensor on ``meta`` of the planned shape and dtype.
-        version: Of a large buffer: its count of changes when the ranks had the same values last.
-        is_odd: Whether it was said that the buffer has not the planned shape any more.
-    """
+    """One buffer of the model."""
 
     name: str
+    #: The module's dictionary of buffers, in which the program may put another tensor.
     buffers: dict[str, torch.Tensor | None]
-    key: str
-    like: torch.Tensor
-    version: int
-    is_odd: bool = False
+    key: str  #: Its key there.
+    like: torch.Tensor  #: A tensor on ``meta`` of the planned shape and dtype.
+    version: int  #: Of a large buffer: its count of changes when the ranks had the same values last.
+    is_odd: bool = False  #: Whether it was said that the buffer has not the planned shape any more.
 
     def present(self) -> torch.Tensor | None:
         """Return the buffer; ``None`` if it is not the planned kind of tensor any more."""

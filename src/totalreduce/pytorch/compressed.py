@@ -43,54 +43,36 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompressedSettings:
-    """The settings of a ``CompressedReducer``.
-
-    Attributes:
-        feedback: Error feedback.
-        rank: This rank.
-        world_size: Number of ranks.
-        timeout_s: Seconds that ``finish`` waits.
-        loss_scale: Returns the factor by which the loss, and so the gradients, are multiplied at present.
-        divisor: Returns the number by which sums are divided, given the number of ranks with data.
-    """
+    """The settings of a ``CompressedReducer``."""
 
     feedback: ErrorFeedback
     rank: int
     world_size: int
-    timeout_s: float
+    timeout_s: float  #: Seconds that ``finish`` waits.
+    #: Returns the factor by which the loss, and so the gradients, are multiplied at present.
     loss_scale: Callable[[], float]
-    divisor: Callable[[int], int]
+    divisor: Callable[[int], int]  #: Returns the number by which sums are divided, given the number of ranks with data.
 
 
 @dataclass(slots=True)
 class _RoundState:
-    """The state of one round.
+    """The state of one round."""
 
-    Attributes:
-        scale: The factor of the loss.
-        dense: Whether everything is sent.
-        joined: Whether this rank takes part without gradients.
-        closed: Whether all buckets have left.
-        left: The buckets that have left.
-        present: The parameters that had a gradient.
-        accumulated: The gradients that were taken, by parameter: flat, float32. After ``finish`` they are what the
-            round does not apply.
-        result: The updates of the buckets, between ``finish`` and ``install``; ``None``: the round is skipped.
-        active: The number of ranks with data.
-        ended: Whether ``accumulated`` becomes the residuals if the step is taken: between ``install`` and ``commit``.
-        installed: The gradients that were installed, and their counts of changes, by parameter.
-    """
-
-    scale: float = 1.0
-    dense: bool = False
-    joined: bool = False
-    closed: bool = False
-    left: set[int] = field(default_factory=set)
-    present: set[int] = field(default_factory=set)
+    scale: float = 1.0  #: The factor of the loss.
+    dense: bool = False  #: Whether everything is sent.
+    joined: bool = False  #: Whether this rank takes part without gradients.
+    closed: bool = False  #: Whether all buckets have left.
+    left: set[int] = field(default_factory=set)  #: The buckets that have left.
+    present: set[int] = field(default_factory=set)  #: The parameters that had a gradient.
+    #: The gradients that were taken, by parameter: flat, float32. After ``finish`` they are what the round does not
+    #: apply.
     accumulated: dict[int, torch.Tensor] = field(default_factory=dict)
+    #: The updates of the buckets, between ``finish`` and ``install``; ``None``: the round is skipped.
     result: list[Update] | None = None
-    active: int = 0
+    active: int = 0  #: The number of ranks with data.
+    #: Whether ``accumulated`` becomes the residuals if the step is taken: between ``install`` and ``commit``.
     ended: bool = False
+    #: The gradients that were installed, and their counts of changes, by parameter.
     installed: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
 
 

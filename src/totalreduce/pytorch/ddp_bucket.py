@@ -48,15 +48,10 @@ class _Stretch:
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """The places of all gradients in a bucket.
+    """The places of all gradients in a bucket."""
 
-    Attributes:
-        compressed: The gradients that the method compresses.
-        dense: The small and one-dimensional ones, which are summed.
-    """
-
-    compressed: tuple[_Stretch, ...]
-    dense: tuple[_Stretch, ...]
+    compressed: tuple[_Stretch, ...]  #: The gradients that the method compresses.
+    dense: tuple[_Stretch, ...]  #: The small and one-dimensional ones, which are summed.
 
     @classmethod
     def of(cls, parameters: Sequence[torch.nn.Parameter], feedback: ErrorFeedback) -> BucketLayout:
@@ -86,21 +81,13 @@ class BucketLayout:
 
 @dataclass(frozen=True, slots=True)
 class HookSettings:
-    """The settings and memory that all buckets of one ``SparseHookState`` share.
-
-    Attributes:
-        feedback: Error feedback.
-        rank: This rank.
-        world_size: Number of ranks.
-        memory: The residuals.
-        streams: The streams on which GPUs copy.
-    """
+    """The settings and memory that all buckets of one ``SparseHookState`` share."""
 
     feedback: ErrorFeedback
     rank: int
     world_size: int
-    memory: Memory
-    streams: SideStreams
+    memory: Memory  #: The residuals.
+    streams: SideStreams  #: The streams on which GPUs copy.
 
 
 @final
@@ -109,9 +96,6 @@ class HookBucket:
 
     Its methods are called one after the other, though in several threads: ``take``, ``accumulate``, ``exchange`` and,
     when the exchanges of all buckets have ended, ``commit`` or ``spoil``.
-
-    Attributes:
-        report: The report on the exchange.
     """
 
     def __init__(
@@ -127,6 +111,7 @@ class HookBucket:
         #: Means and their places: whole stretches, and single elements.
         self._means: list[tuple[slice, torch.Tensor]] = []
         self._sparse_means: tuple[Array, torch.Tensor] | None = None
+        #: The report on the exchange.
         self.report = Report("dense", k=sum(stretch.end - stretch.begin for stretch in layout.dense))
         self._flats = [
             self._buffer[stretch.begin : stretch.end] if self._in_place else settings.memory.spare(stretch.parameter)
@@ -276,11 +261,7 @@ class HookBucket:
 
 @final
 class Regrouped:
-    """The gradients of DDP's buckets of one pass, copied into other buckets, and back.
-
-    Attributes:
-        buffers: The buffers of the other buckets.
-    """
+    """The gradients of DDP's buckets of one pass, copied into other buckets, and back."""
 
     @staticmethod
     def is_possible(arrived: Sequence[tuple[torch.Tensor, Parameters]], wanted: Sequence[Parameters]) -> bool:
@@ -304,7 +285,7 @@ class Regrouped:
                 places[parameter] = buffer.detach()[begin : begin + parameter.numel()]
                 begin += parameter.numel()
         self._places = [[places[parameter] for parameter in key] for key in wanted]
-        self.buffers = [torch.cat(parts) for parts in self._places]
+        self.buffers = [torch.cat(parts) for parts in self._places]  #: The buffers of the other buckets.
 
     def write_back(self, streams: SideStreams) -> None:
         """Copy the buffers back into those of DDP."""

@@ -58,20 +58,13 @@ Hook = Callable[["SparseHookState", GradBucket], torch.futures.Future[torch.Tens
 
 @dataclass(frozen=True, slots=True)
 class HookRecord:
-    """What a hook needs, beside residuals and velocities, to go on with the same bits.
+    """What a hook needs, beside residuals and velocities, to go on with the same bits."""
 
-    Attributes:
-        method: The name of the sparse method.
-        steps: See ``SparseHookState``.
-        skipped_steps: See ``SparseHookState``.
-        layout: The parameters of each bucket of the last pass.
-        sessions: The states of the sessions, with tensors instead of arrays, by the parameters of their buckets.
-    """
-
-    method: str
-    steps: int
-    skipped_steps: int
-    layout: list[Parameters]
+    method: str  #: The name of the sparse method.
+    steps: int  #: See ``SparseHookState``.
+    skipped_steps: int  #: See ``SparseHookState``.
+    layout: list[Parameters]  #: The parameters of each bucket of the last pass.
+    #: The states of the sessions, with tensors instead of arrays, by the parameters of their buckets.
     sessions: dict[Parameters, dict[str, Any]]
 
     def renamed(self, names: Mapping[torch.nn.Parameter, str]) -> dict[str, Any]:
@@ -497,18 +490,14 @@ class _Sessions:
     """The sessions and layouts of DDP's buckets, by the buckets' parameters.
 
     ``pickled`` is the state of an earlier process, from which parameters get theirs when they come.
-
-    Attributes:
-        by_bucket: The sessions.
-        layouts: The layouts of all buckets, also of those without a session.
-        saved: The states of sessions that are not made yet.
-        expected: The buckets of the pass before the saved states, until the first pass after they were loaded.
     """
 
     def __init__(self, pickled: _Pickled) -> None:
         self.by_bucket: dict[Parameters, Session] = {}
+        #: The layouts of all buckets, also of those without a session.
         self.layouts: dict[Parameters, BucketLayout] = {}
-        self.saved: dict[Parameters, Mapping[str, Any]] = {}
+        self.saved: dict[Parameters, Mapping[str, Any]] = {}  #: The states of sessions that are not made yet.
+        #: The buckets of the pass before the saved states, until the first pass after they were loaded.
         self.expected: list[Parameters] = []
         self._numbers: dict[torch.nn.Parameter, int] = {}  #: In the order in which parameters came.
         self._pickled = pickled
@@ -576,23 +565,15 @@ class _Sessions:
 
 @final
 class _Pass:
-    """The buckets of one backward pass, in the order in which they came.
-
-    Attributes:
-        arrived: DDP's buckets: their buffers and parameters.
-        buckets: The buckets that are exchanged.
-        parameters: The parameters of each bucket.
-        regrouped: The gradients in other buckets than DDP's; ``None``: in DDP's own.
-        jobs: The exchanges of the buckets.
-        clip: The factor of the gradients; ``None`` before it is computed, and without clipping.
-    """
+    """The buckets of one backward pass, in the order in which they came."""
 
     def __init__(self) -> None:
-        self.arrived: list[tuple[torch.Tensor, Parameters]] = []
-        self.buckets: list[HookBucket] = []
-        self.parameters: list[Parameters] = []
-        self.regrouped: Regrouped | None = None
-        self.jobs: list[Job] = []
+        self.arrived: list[tuple[torch.Tensor, Parameters]] = []  #: DDP's buckets: their buffers and parameters.
+        self.buckets: list[HookBucket] = []  #: The buckets that are exchanged.
+        self.parameters: list[Parameters] = []  #: The parameters of each bucket.
+        self.regrouped: Regrouped | None = None  #: The gradients in other buckets than DDP's; ``None``: in DDP's own.
+        self.jobs: list[Job] = []  #: The exchanges of the buckets.
+        #: The factor of the gradients; ``None`` before it is computed, and without clipping.
         self.clip: float | None = None
         self._gates: list[torch.futures.Future[None]] = []
         self._error: BaseException | None = None

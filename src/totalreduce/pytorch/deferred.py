@@ -34,17 +34,11 @@ __all__ = ["DeferredBuckets", "DeferredUpdates", "Update"]
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """A step that the torch optimizer takes with one parameter.
-
-    Attributes:
-        parameter: The parameter.
-        gradient: The gradient of all ranks; ``None``: the parameter stays.
-        kept: What ``parameter.grad`` is afterwards.
-    """
+    """A step that the torch optimizer takes with one parameter."""
 
     parameter: torch.nn.Parameter
-    gradient: torch.Tensor | None
-    kept: torch.Tensor | None
+    gradient: torch.Tensor | None  #: The gradient of all ranks; ``None``: the parameter stays.
+    kept: torch.Tensor | None  #: What ``parameter.grad`` is afterwards.
 
 
 class DeferredBuckets(Protocol):
@@ -77,12 +71,7 @@ class DeferredBuckets(Protocol):
 
 @final
 class DeferredUpdates:
-    """The buckets of the last step whose parameters have not been updated yet.
-
-    Attributes:
-        pending: The indices of the buckets whose updates are deferred.
-        guards_hooks: Whether the hook of a gradient must call ``before_gradient`` first.
-    """
+    """The buckets of the last step whose parameters have not been updated yet."""
 
     def __init__(
         self,
@@ -98,8 +87,8 @@ class DeferredUpdates:
         #: The buckets for which each module waits, and the parameters that it may read, by ``id(module)``.
         self._needs: dict[int, tuple[list[int], set[torch.Tensor]]] = {}
         self._hooks = HookHandles()
-        self.pending: set[int] = set()
-        self.guards_hooks = False
+        self.pending: set[int] = set()  #: The indices of the buckets whose updates are deferred.
+        self.guards_hooks = False  #: Whether the hook of a gradient must call ``before_gradient`` first.
         self._doubtful: set[torch.Tensor] = set()
         #: Held while updates are applied: hooks of parameters on the CPU and on a GPU run in two threads.
         self._applying = threading.RLock()

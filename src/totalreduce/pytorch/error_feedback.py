@@ -112,17 +112,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class CompressedPlan:
-    """The compressed parameters of a plan, and their buckets.
+    """The compressed parameters of a plan, and their buckets."""
 
-    Attributes:
-        parameters: The parameters, in registration order.
-        specs: Their descriptions.
-        buckets: The parts in each bucket, last registered first.
-    """
-
-    parameters: tuple[torch.nn.Parameter, ...]
-    specs: tuple[ParameterSpec, ...]
-    buckets: tuple[tuple[Part, ...], ...]
+    parameters: tuple[torch.nn.Parameter, ...]  #: The parameters, in registration order.
+    specs: tuple[ParameterSpec, ...]  #: Their descriptions.
+    buckets: tuple[tuple[Part, ...], ...]  #: The parts in each bucket, last registered first.
 
     @classmethod
     def of(
@@ -184,19 +178,15 @@ def plan_parts(specs: Sequence[ParameterSpec], bucket_elements: int, *, whole: b
 
 
 class Residuals:
-    """The residuals by parameter: float32, one-dimensional, in the order of the parameter's memory, on its device.
-
-    Attributes:
-        kept: The residuals.
-        spare: Memory for the gradients of the next round; its contents do not matter.
-        velocities: With momentum correction, the velocities, as large as the residuals.
-        spare_velocities: Memory for the velocities of the next round; its contents do not matter.
-    """
+    """The residuals by parameter: float32, one-dimensional, in the order of the parameter's memory, on its device."""
 
     def __init__(self) -> None:
-        self.kept: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self.kept: dict[torch.nn.Parameter, torch.Tensor] = {}  #: The residuals.
+        #: Memory for the gradients of the next round; its contents do not matter.
         self.spare: dict[torch.nn.Parameter, torch.Tensor] = {}
+        #: With momentum correction, the velocities, as large as the residuals.
         self.velocities: dict[torch.nn.Parameter, torch.Tensor] = {}
+        #: Memory for the velocities of the next round; its contents do not matter.
         self.spare_velocities: dict[torch.nn.Parameter, torch.Tensor] = {}
 
     @outside_inference_mode
@@ -281,14 +271,12 @@ class MomentumCorrection:
     many steps late. If the optimizer applied its momentum to the applied elements, the delayed ones would lose theirs.
     So each rank keeps a velocity for each element, v = m v + g, and gives the velocity to the method in place of the
     gradient. Where an element was applied, its velocity is set to zero (factor masking).
-
-    Attributes:
-        pending: The velocities of this round, by parameter: float32, flat, on the parameter's device.
     """
 
     def __init__(self, residuals: Residuals, momentum: float) -> None:
         """``residuals`` has the velocities of the rounds before; ``momentum`` is m, in [0, 1)."""
         self._residuals, self._momentum = residuals, momentum
+        #: The velocities of this round, by parameter: float32, flat, on the parameter's device.
         self.pending: dict[torch.nn.Parameter, torch.Tensor] = {}
 
     @torch.no_grad()

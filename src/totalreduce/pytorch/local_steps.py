@@ -48,32 +48,20 @@ _JOINING = "this rank has announced that it has no more data: repeat join() unti
 
 @dataclass(slots=True)
 class _Kept:
-    """What a step that ends with an exchange can be undone to.
-
-    Attributes:
-        parameters: All parameters.
-        optimizer: The state of the torch optimizer.
-        steps: The state of ``LocalSteps``.
-        is_done: Whether the step and the exchange have ended, and only the guard has not agreed yet.
-    """
+    """What a step that ends with an exchange can be undone to."""
 
     parameters: Array
-    optimizer: dict[str, Any]
-    steps: dict[str, Any]
-    is_done: bool = False
+    optimizer: dict[str, Any]  #: The state of the torch optimizer.
+    steps: dict[str, Any]  #: The state of ``LocalSteps``.
+    is_done: bool = False  #: Whether the step and the exchange have ended, and only the guard has not agreed yet.
 
 
 @dataclass(slots=True)
 class _Joining:
-    """A call of ``join``.
+    """A call of ``join``."""
 
-    Attributes:
-        most: An element that is the larger, the more steps this rank has taken.
-        last: Finds the largest one of all ranks, when all have joined.
-    """
-
-    most: torch.Tensor
-    last: Work | None = None
+    most: torch.Tensor  #: An element that is the larger, the more steps this rank has taken.
+    last: Work | None = None  #: Finds the largest one of all ranks, when all have joined.
 
 
 @final

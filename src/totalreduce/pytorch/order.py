@@ -17,11 +17,7 @@ __all__ = ["ForwardOrder"]
 
 
 class ForwardOrder:
-    """The modules that ran, in the order of their first call; ``parameters`` has the index of each planned parameter.
-
-    Attributes:
-        relevant: The modules that own planned parameters, and all modules above them.
-    """
+    """The modules that ran, in the order of first calls; ``parameters`` has the index of each planned parameter."""
 
     def __init__(self, model: torch.nn.Module, parameters: Mapping[torch.nn.Parameter, int]) -> None:
         self._modules = dict(model.named_modules(remove_duplicate=False))
@@ -36,6 +32,7 @@ class ForwardOrder:
             for owner in owners:
                 for path in _ancestry(owner):
                     relevant[id(self._modules[path])] = self._modules[path]
+        #: The modules that own planned parameters, and all modules above them.
         self.relevant: tuple[torch.nn.Module, ...] = tuple(relevant.values())
         self._hooks = HookHandles()
 

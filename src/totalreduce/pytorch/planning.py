@@ -144,16 +144,11 @@ _WIRE_DTYPES: dict[str, torch.dtype | None] = {"none": None, "fp16": torch.float
 
 @dataclass(frozen=True, slots=True)
 class ParameterSource:
-    """The objects from which a ``DistributedOptimizer`` takes its parameters and their names.
-
-    Attributes:
-        optimizer: The torch optimizer.
-        model: The module that holds its parameters, or ``None``.
-        named: Names and parameters that the program gave instead of a model, or ``None``.
-    """
+    """The objects from which a ``DistributedOptimizer`` takes its parameters and their names."""
 
     optimizer: torch.optim.Optimizer
-    model: torch.nn.Module | None
+    model: torch.nn.Module | None  #: The module that holds its parameters, or ``None``.
+    #: Names and parameters that the program gave instead of a model, or ``None``.
     named: Sequence[tuple[str, torch.nn.Parameter]] | None
 
     def names(self) -> NamedParameters:
@@ -220,26 +215,18 @@ class ParameterSource:
 
 @dataclass(frozen=True, slots=True)
 class GradientPlan:
-    """The gradients that are reduced, and their buckets.
+    """The gradients that are reduced, and their buckets."""
 
-    Attributes:
-        parameters: Trainable parameters with dense, uncompressed gradients, in the model's registration order, each
-            once.
-        specs: Their descriptions.
-        buckets: Their buckets.
-        compressed: The parameters whose gradients a sparse method compresses.
-        sparse: The parameters whose sparse gradients are gathered, by name, in the same order.
-        frozen: The optimizer's parameters that were not trainable when the plan was made.
-        num_given: The number of parameters in the optimizer's groups when the plan was made.
-    """
-
+    #: Trainable parameters with dense, uncompressed gradients, in the model's registration order, each once.
     parameters: tuple[torch.nn.Parameter, ...]
-    specs: tuple[ParameterSpec, ...]
-    buckets: tuple[BucketSpec, ...]
-    compressed: CompressedPlan
+    specs: tuple[ParameterSpec, ...]  #: Their descriptions.
+    buckets: tuple[BucketSpec, ...]  #: Their buckets.
+    compressed: CompressedPlan  #: The parameters whose gradients a sparse method compresses.
+    #: The parameters whose sparse gradients are gathered, by name, in the same order.
     sparse: Mapping[str, torch.nn.Parameter]
+    #: The optimizer's parameters that were not trainable when the plan was made.
     frozen: tuple[torch.nn.Parameter, ...]
-    num_given: int
+    num_given: int  #: The number of parameters in the optimizer's groups when the plan was made.
 
     def document(self, settings: PlanSettings) -> dict[str, object]:
         """Return everything that must be equal on all ranks, as JSON values."""

@@ -38,25 +38,16 @@ __all__ = ["Arithmetic", "ChangeWatch", "Reducer"]
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """The factors and the operation by which the gradients of all ranks become one.
+    """The factors and the operation by which the gradients of all ranks become one."""
 
-    Attributes:
-        op: The operation of the library that reduces, ``AVG`` or ``SUM``.
-        world_size: Number of ranks.
-        prescale: Factor before the reduction.
-        wire_dtype: The dtype to which gradients are cast while they travel; ``None``: they are not.
-        divide_by_active: Whether averages are divided by the number of ranks that have data, not by the world size.
-        rest: Factor after the reduction that completes an average of all ranks; 1.0 if nothing is left to do.
-        averages: Whether the result is an average.
-    """
-
-    op: ReduceOp
+    op: ReduceOp  #: The operation of the library that reduces, ``AVG`` or ``SUM``.
     world_size: int
-    prescale: float
-    wire_dtype: torch.dtype | None
+    prescale: float  #: Factor before the reduction.
+    wire_dtype: torch.dtype | None  #: The dtype to which gradients are cast while they travel; ``None``: they are not.
+    #: Whether averages are divided by the number of ranks that have data, not by the world size.
     divide_by_active: bool
-    rest: float
-    averages: bool
+    rest: float  #: Factor after the reduction that completes an average of all ranks; 1.0 if nothing is left to do.
+    averages: bool  #: Whether the result is an average.
 
     @classmethod
     def of(

@@ -62,18 +62,15 @@ class GradientReducer(ABC):
     ``finish`` and ``install``, and then ``commit`` when the optimizer steps, or ``undo`` if the step is left out.
     Instead of ``install`` it may call ``abandon``, also before ``finish`` has returned or before ``close``. ``close``,
     ``finish`` and ``abandon`` are collective.
-
-    Attributes:
-        parameters: The parameters. The optimizer calls ``ready`` for those of a reducer with ``hooked``.
-        hooked: Whether a gradient of these parameters opens a round, and the reducer is told when it is ready. Each
-            parameter belongs to one such reducer.
-        skipped: Whether the last round ended without a result, so that the optimizer must not step.
-        readiness: Tells which buckets wait for gradients; ``None``: the reducer has none that leave before ``close``.
     """
 
+    #: The parameters. The optimizer calls ``ready`` for those of a reducer with ``hooked``.
     parameters: Sequence[torch.nn.Parameter]
+    #: Whether a gradient of these parameters opens a round, and the reducer is told when it is ready. Each parameter
+    #: belongs to one such reducer.
     hooked = True
-    skipped = False
+    skipped = False  #: Whether the last round ended without a result, so that the optimizer must not step.
+    #: Tells which buckets wait for gradients; ``None``: the reducer has none that leave before ``close``.
     readiness: BucketReadiness | None = None
 
     @abstractmethod

@@ -22,23 +22,16 @@ class StrategySteps(ABC):
 
     If the next step exchanges gradients, ``DistributedOptimizer`` takes it as without a strategy, and then calls
     ``stepped``. Otherwise it calls ``take``.
-
-    Attributes:
-        strategy: The settings; ``None``: there is no strategy.
-        is_synchronous: Whether all steps exchange gradients.
-        is_interrupted: Whether a call of ``step`` ran out of time, and must be repeated.
-        lasts: Whether these steps can go on in a group with other members (``undo``, ``enter``).
-        sees_gradients: Whether ``ready`` is to be called.
-        arriving: The buckets that may arrive after the step that has asked for them; ``None``: these steps never end
-            before what they have asked for has come.
     """
 
-    is_synchronous: ClassVar[bool] = False
-    lasts: ClassVar[bool] = False
-    sees_gradients: ClassVar[bool] = False
+    is_synchronous: ClassVar[bool] = False  #: Whether all steps exchange gradients.
+    lasts: ClassVar[bool] = False  #: Whether these steps can go on in a group with other members (``undo``, ``enter``).
+    sees_gradients: ClassVar[bool] = False  #: Whether ``ready`` is to be called.
 
-    strategy: Strategy | None
-    is_interrupted: bool = False
+    strategy: Strategy | None  #: The settings; ``None``: there is no strategy.
+    is_interrupted: bool = False  #: Whether a call of ``step`` ran out of time, and must be repeated.
+    #: The buckets that may arrive after the step that has asked for them; ``None``: these steps never end before what
+    #: they have asked for has come.
     arriving: DeferredBuckets | None = None
 
     @property

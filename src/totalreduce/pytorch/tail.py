@@ -36,19 +36,13 @@ __all__ = ["Tail", "TailLayout"]
 
 @dataclass(frozen=True, slots=True)
 class TailLayout:
-    """The numbers of flags in the tail of one bucket. Equal on all ranks.
+    """The numbers of flags in the tail of one bucket. Equal on all ranks."""
 
-    Attributes:
-        num_parameters: Number of parameters of the bucket.
-        reports_absence: Whether there are *absent* flags.
-        num_buckets: Number of *changed* flags: the number of buckets in the last bucket, 0 in the others.
-        num_ranks: Number of *joined* flags: the world size in the last bucket, 0 in the others. If there are any, the
-            flags *first* and *again* follow.
-    """
-
-    num_parameters: int
-    reports_absence: bool
-    num_buckets: int = 0
+    num_parameters: int  #: Number of parameters of the bucket.
+    reports_absence: bool  #: Whether there are *absent* flags.
+    num_buckets: int = 0  #: Number of *changed* flags: the number of buckets in the last bucket, 0 in the others.
+    #: Number of *joined* flags: the world size in the last bucket, 0 in the others. If there are any, the flags *first*
+    #: and *again* follow.
     num_ranks: int = 0
 
     @property

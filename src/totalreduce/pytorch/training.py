@@ -22,21 +22,14 @@ __all__ = ["Training"]
 @final
 @dataclass(frozen=True, slots=True)
 class Training:
-    """A model that a strategy trains on this rank. A strategy makes its steps of it (``Strategy.steps``).
+    """A model that a strategy trains on this rank. A strategy makes its steps of it (``Strategy.steps``)."""
 
-    Attributes:
-        parameters: The parameters that are trained.
-        optimizer: The program's torch optimizer.
-        group: The ranks.
-        name: Different from that of every other optimizer of the group.
-        compares: Whether ranks compare the parameters that they begin with. Otherwise they begin together later
-            (``LocalSteps.load_shared``).
-    """
-
-    parameters: Sequence[torch.nn.Parameter]
-    optimizer: torch.optim.Optimizer
-    group: Group
-    name: str
+    parameters: Sequence[torch.nn.Parameter]  #: The parameters that are trained.
+    optimizer: torch.optim.Optimizer  #: The program's torch optimizer.
+    group: Group  #: The ranks.
+    name: str  #: Different from that of every other optimizer of the group.
+    #: Whether ranks compare the parameters that they begin with. Otherwise they begin together later
+    #: (``LocalSteps.load_shared``).
     compares: bool
 
     def by_exchanges(self, strategy: Strategy) -> StrategySteps:

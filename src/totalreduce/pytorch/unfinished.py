@@ -41,17 +41,12 @@ class Call(enum.Enum):
 
 
 class Unfinished:
-    """A call that a time-out has interrupted.
+    """A call that a time-out has interrupted."""
 
-    Attributes:
-        permits: The calls that may be made meanwhile: the same one, which goes on, and those that do not disturb it.
-        advice: The error of other calls.
-        advice_on_backward: The error of a backward pass meanwhile.
-    """
-
+    #: The calls that may be made meanwhile: the same one, which goes on, and those that do not disturb it.
     permits: ClassVar[frozenset[Call]]
-    advice: ClassVar[str]
-    advice_on_backward: ClassVar[str]
+    advice: ClassVar[str]  #: The error of other calls.
+    advice_on_backward: ClassVar[str]  #: The error of a backward pass meanwhile.
 
     def check(self, call: Call) -> None:
         """Raise ``ConfigurationError`` if a call must not be made meanwhile."""

@@ -14,17 +14,11 @@ __all__ = ["Accusation"]
 @final
 @dataclass(frozen=True, slots=True)
 class Accusation:
-    """The process of a seat is silent.
+    """The process of a seat is silent."""
 
-    Attributes:
-        seat: The seat of the process that is silent.
-        incarnation: Its incarnation.
-        epoch: The number of the epoch in which the others have lost it.
-    """
-
-    seat: int
+    seat: int  #: The seat of the process that is silent.
     incarnation: int
-    epoch: int
+    epoch: int  #: The number of the epoch in which the others have lost it.
 
     def encode(self) -> str:
         """Return the text for the store."""

@@ -314,11 +314,7 @@ class Attempt(Run):
 
 @final
 class Attempts:
-    """The part of a program whose state all ranks have: what ``Runs`` runs again.
-
-    Attributes:
-        hooks: What the hooks of DDP keep back.
-    """
+    """The part of a program whose state all ranks have: what ``Runs`` runs again."""
 
     def __init__(
         self, state: State, *, seed: int = 0, replicas: int = 1, verify: bool = True, snapshots: Snapshots | None = None
@@ -336,6 +332,7 @@ class Attempts:
         self._seed, self._verify = checks.integer("seed", seed), bool(verify)
         check_whole(state.model, "tr.attempts(state)")
         self._weights = CommitWeights(state)
+        #: What the hooks of DDP keep back.
         self.hooks = HookStates(state, checks.integer("replicas", replicas, minimum=0))
 
     @property
@@ -417,11 +414,7 @@ class Attempts:
 
 @final
 class ShardedAttempts:
-    """The part of a program whose state is sharded: what ``Runs`` runs again.
-
-    Attributes:
-        hooks: Warns of hooks of DDP, of which nothing is kept.
-    """
+    """The part of a program whose state is sharded: what ``Runs`` runs again."""
 
     def __init__(self, copies: ShardCopies, *, seed: int = 0, snapshots: Snapshots | None = None) -> None:
         """Note the arguments.
@@ -432,7 +425,7 @@ class ShardedAttempts:
             snapshots: Writes the state to disk. The job begins with its last version, if there is one.
         """
         self._copies, self._seed, self._snapshots = copies, checks.integer("seed", seed), snapshots
-        self.hooks = HookStates(None, 0)
+        self.hooks = HookStates(None, 0)  #: Warns of hooks of DDP, of which nothing is kept.
 
     @property
     def version(self) -> int:

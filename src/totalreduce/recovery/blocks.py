@@ -39,15 +39,10 @@ _AFTER_VOTE = (
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a block is: by default a step with data of the program's own.
+    """What a block is: by default a step with data of the program's own."""
 
-    Attributes:
-        label: Of a block of ``Job.once``: its label.
-        num_parts: Of a block with a batch of the sampler: the number of blocks that work on the batch.
-    """
-
-    label: str | None = None
-    num_parts: int = 0
+    label: str | None = None  #: Of a block of ``Job.once``: its label.
+    num_parts: int = 0  #: Of a block with a batch of the sampler: the number of blocks that work on the batch.
 
 
 class _Phase(enum.Enum):
@@ -70,16 +65,7 @@ class RepeatBlock(BaseException):
 
 @final
 class Blocks:
-    """The blocks of a job. One thread uses it.
-
-    Attributes:
-        epochs: The epochs of this process; ``None`` if ranks cannot be replaced. Then a block votes only if a signal
-            can end the loop, because the ranks must agree on the last block.
-        kind: What the present block is, or the next one.
-        own: What each rank has for itself, and its copies on other ranks; it has the vote.
-        wish: The largest wish of all ranks, of the last vote in this epoch.
-        next_epoch: The next epoch, if a rank was lost in the last vote and the vote had passed on another rank.
-    """
+    """The blocks of a job. One thread uses it."""
 
     def __init__(
         self, state: State, optimizers: Optimizers, num_replicas: int, seed: int, snapshots: Snapshots | None
@@ -89,10 +75,14 @@ class Blocks:
         self._seed, self._snapshots = seed, snapshots
         self._weights = BlockWeights(state, optimizers.group)
         states = RankStates if optimizers.have_strategy else OwnState
+        #: What each rank has for itself, and its copies on other ranks; it has the vote.
         self.own: RankStates | OwnState = states(state, optimizers, num_replicas)
+        #: The epochs of this process; ``None`` if ranks cannot be replaced. Then a block votes only if a signal can end
+        #: the loop, because the ranks must agree on the last block.
         self.epochs: Epochs | None = None
-        self.kind = Kind()
-        self.wish = Wish.NOTHING
+        self.kind = Kind()  #: What the present block is, or the next one.
+        self.wish = Wish.NOTHING  #: The largest wish of all ranks, of the last vote in this epoch.
+        #: The next epoch, if a rank was lost in the last vote and the vote had passed on another rank.
         self.next_epoch: Decision | None = None
         self._phase = _Phase.OUTSIDE
 

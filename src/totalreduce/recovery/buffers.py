@@ -38,16 +38,12 @@ def buffers_of(model: torch.nn.Module) -> Places:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class RowLayout:
-    """Which buffers are in a row of bytes, and where.
+    """Which buffers are in a row of bytes, and where."""
 
-    Attributes:
-        starts: By name: where the buffer begins in the row, and a tensor of its shape and dtype.
-        num_bytes: The length of a row.
-        digest: A number that is equal for layouts with the same names, dtypes and shapes; 0 if there are no buffers.
-    """
-
+    #: By name: where the buffer begins in the row, and a tensor of its shape and dtype.
     starts: dict[str, tuple[int, torch.Tensor]]
-    num_bytes: int
+    num_bytes: int  #: The length of a row.
+    #: A number that is equal for layouts with the same names, dtypes and shapes; 0 if there are no buffers.
     digest: int
 
     def read(self, row: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -145,18 +141,11 @@ def _digest(starts: Mapping[str, tuple[int, torch.Tensor]]) -> int:
 @final
 @dataclass(frozen=True, slots=True)
 class _Large:
-    """A large buffer, with a copy.
-
-    Attributes:
-        name: Its name.
-        buffer: The buffer.
-        address: Where its memory was when the copy was made.
-        copy: The copy.
-    """
+    """A large buffer, with a copy."""
 
     name: str
     buffer: torch.Tensor
-    address: int
+    address: int  #: Where its memory was when the copy was made.
     copy: torch.Tensor
 
     @property

@@ -22,15 +22,10 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The values of a checkpoint as they were when it was made.
+    """The values of a checkpoint as they were when it was made."""
 
-    Attributes:
-        shared: By name the packed values that are equal on all ranks.
-        own: The packed values of this rank; ``None`` if ranks have none.
-    """
-
-    shared: dict[str, torch.Tensor]
-    own: torch.Tensor | None
+    shared: dict[str, torch.Tensor]  #: By name the packed values that are equal on all ranks.
+    own: torch.Tensor | None  #: The packed values of this rank; ``None`` if ranks have none.
 
     def describe(self) -> dict[str, str]:
         """Return by name a hash of each value that is equal on all ranks."""

@@ -46,19 +46,12 @@ _PRIORITY = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """What this rank has of one version.
+    """What this rank has of one version."""
 
-    Attributes:
-        epoch: The epoch in which it was copied.
-        version: The version of the state.
-        world_size: The number of ranks of that epoch.
-        rows: The packed parts by the rank that has written them, this rank's first.
-    """
-
-    epoch: int
-    version: int
-    world_size: int
-    rows: dict[int, torch.Tensor]
+    epoch: int  #: The epoch in which it was copied.
+    version: int  #: The version of the state.
+    world_size: int  #: The number of ranks of that epoch.
+    rows: dict[int, torch.Tensor]  #: The packed parts by the rank that has written them, this rank's first.
 
     @property
     def key(self) -> tuple[int, int]:
@@ -68,15 +61,10 @@ class _Version:
 
 @dataclass(slots=True)
 class _Messages:
-    """The messages of a version that has not ended on this rank.
+    """The messages of a version that has not ended on this rank."""
 
-    Attributes:
-        arrivals: By rank: the row that it sends.
-        departures: The messages to other ranks.
-    """
-
-    arrivals: dict[int, tuple[torch.Tensor, Work]] = field(default_factory=dict)
-    departures: list[Work] = field(default_factory=list)
+    arrivals: dict[int, tuple[torch.Tensor, Work]] = field(default_factory=dict)  #: By rank: the row that it sends.
+    departures: list[Work] = field(default_factory=list)  #: The messages to other ranks.
 
 
 @final

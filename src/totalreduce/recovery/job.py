@@ -42,23 +42,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of the members of a job, as one process saw it.
+    """A change of the members of a job, as one process saw it."""
 
-    Attributes:
-        epoch: The number of the membership that began.
-        world_size: Its number of ranks.
-        version: The version of the state with which it began.
-        reason: Why the one before ended.
-        noticed_at: The time of day, in seconds, at which this process learned that.
-        seconds: The time from then until the new group had one state.
-    """
-
-    epoch: int
+    epoch: int  #: The number of the membership that began.
     world_size: int
-    version: int
-    reason: str
-    noticed_at: float
-    seconds: float
+    version: int  #: The version of the state with which it began.
+    reason: str  #: Why the one before ended.
+    noticed_at: float  #: The time of day, in seconds, at which this process learned that.
+    seconds: float  #: The time from then until the new group had one state.
 
 
 @dataclass(frozen=True, slots=True)

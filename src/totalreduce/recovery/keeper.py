@@ -51,11 +51,7 @@ _BACKLOG = 2048
 
 @final
 class Watch:
-    """What is new in the store since the last look. No process, no socket.
-
-    Attributes:
-        num_refused: How many values were found that no rank writes.
-    """
+    """What is new in the store since the last look. No process, no socket."""
 
     def __init__(self, store: Store, num_seats: int, first_epoch: int) -> None:
         """Prepare the store.
@@ -74,7 +70,7 @@ class Watch:
         self._refused_decision = b""
         #: What is not known to be so yet: the key, and the word for it.
         self._awaited = {BEGUN: "begun", FINISHED: "finished"}
-        self.num_refused = 0
+        self.num_refused = 0  #: How many values were found that no rank writes.
 
     def news(self) -> list[dict[str, Any]]:
         """Return the lines for the launcher about what has been written since the last call."""

@@ -27,30 +27,25 @@ _NUMBER_MAX = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What happens when a process is lost. Equal in all processes of a job.
+    """What happens when a process is lost. Equal in all processes of a job."""
 
-    Attributes:
-        on_loss: ``"replace"``: the others wait until the launcher has started the process again, and the world size
-            never changes. ``"shrink"``: the others go on without it; processes that are started again join later.
-        world_size: The number of ranks with which the job begins.
-        min_ranks: With ``"shrink"``: the smallest world size with which training goes on.
-        settle_s: With ``"shrink"``: how long a process of the last epoch may take to report after the first report,
-            before the others go on without it. It must be longer than the time after which silence counts as a loss,
-            because a process that has not noticed the loss yet does not report.
-        deadline_s: How long a process waits for a decision before it gives up. For a process that joins, the time
-            begins when a member of the last epoch comes to the decision; in a store that has begun anew, at once.
-        max_ranks: With ``"shrink"``: the number of seats, which is the largest number of ranks. By default as many as
-            the job begins with.
-        first_seats: The seats that have a process when the job begins, ``world_size`` of them; by default the first
-            ones. Processes of the others join later.
-    """
-
+    #: ``"replace"``: the others wait until the launcher has started the process again, and the world size never
+    #: changes. ``"shrink"``: the others go on without it; processes that are started again join later.
     on_loss: OnLoss
-    world_size: int
-    min_ranks: int = 1
+    world_size: int  #: The number of ranks with which the job begins.
+    min_ranks: int = 1  #: With ``"shrink"``: the smallest world size with which training goes on.
+    #: With ``"shrink"``: how long a process of the last epoch may take to report after the first report, before the
+    #: others go on without it. It must be longer than the time after which silence counts as a loss, because a process
+    #: that has not noticed the loss yet does not report.
     settle_s: float = 10.0
+    #: How long a process waits for a decision before it gives up. For a process that joins, the time begins when a
+    #: member of the last epoch comes to the decision; in a store that has begun anew, at once.
     deadline_s: float = 300.0
+    #: With ``"shrink"``: the number of seats, which is the largest number of ranks. By default as many as the job
+    #: begins with.
     max_ranks: int | None = None
+    #: The seats that have a process when the job begins, ``world_size`` of them; by default the first ones. Processes
+    #: of the others join later.
     first_seats: Sequence[int] = ()
 
     def __post_init__(self) -> None:
@@ -71,19 +66,13 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a process says of itself when it comes to a decision.
-
-    Attributes:
-        seat: Its seat.
-        incarnation: How often its seat was started before it.
-        has_state: Whether it has the state of the job. A process that was just started has not.
-        version: With the state: its version. A process that was in the vote of its block when the group ended does not
-            know whether the vote has passed, and reports the version before it.
-    """
+    """What a process says of itself when it comes to a decision."""
 
     seat: int
-    incarnation: int
-    has_state: bool = False
+    incarnation: int  #: How often its seat was started before it.
+    has_state: bool = False  #: Whether it has the state of the job. A process that was just started has not.
+    #: With the state: its version. A process that was in the vote of its block when the group ended does not know
+    #: whether the vote has passed, and reports the version before it.
     version: int = 0
 
     def encode(self) -> str:
@@ -105,32 +94,21 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A process of an epoch.
-
-    Attributes:
-        seat: Its seat.
-        incarnation: Its incarnation.
-        has_state: Whether it had the state of the job when the epoch was decided. In the first epoch nobody has.
-    """
+    """A process of an epoch."""
 
     seat: int
     incarnation: int
-    has_state: bool
+    has_state: bool  #: Whether it had the state of the job when the epoch was decided. In the first epoch nobody has.
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The membership of an epoch.
+    """The membership of an epoch."""
 
-    Attributes:
-        epoch: The number of the epoch, from 1.
-        members: The processes, by rank.
-        version: The version of the state with which the epoch begins. The vote of the block before it has passed: a
-            process that had come to this vote applies what it has computed, and then has this version, too.
-    """
-
-    epoch: int
-    members: tuple[Member, ...]
+    epoch: int  #: The number of the epoch, from 1.
+    members: tuple[Member, ...]  #: The processes, by rank.
+    #: The version of the state with which the epoch begins. The vote of the block before it has passed: a process that
+    #: had come to this vote applies what it has computed, and then has this version, too.
     version: int = 0
 
     @classmethod

@@ -44,29 +44,19 @@ class _Guard:
 
 @dataclass(slots=True)
 class _Settling:
-    """What the ranks tell each other in a block, once.
+    """What the ranks tell each other in a block, once."""
 
-    Attributes:
-        flags: Which optimizers have gradients in flight, and which ones are stepped: on this rank, and on any rank when
-            ``work`` has ended.
-        work: The allreduce of the flags; ``None``: there is one rank.
-        dropped: The optimizers whose rounds have ended.
-        has_ended: Whether all have ended that must.
-    """
-
+    #: Which optimizers have gradients in flight, and which ones are stepped: on this rank, and on any rank when
+    #: ``work`` has ended.
     flags: torch.Tensor
-    work: Work | None
-    dropped: set[str] = field(default_factory=set)
-    has_ended: bool = False
+    work: Work | None  #: The allreduce of the flags; ``None``: there is one rank.
+    dropped: set[str] = field(default_factory=set)  #: The optimizers whose rounds have ended.
+    has_ended: bool = False  #: Whether all have ended that must.
 
 
 @final
 class Optimizers:
-    """The ``DistributedOptimizer`` objects of a job, by name.
-
-    Attributes:
-        group: The group of all of them.
-    """
+    """The ``DistributedOptimizer`` objects of a job, by name."""
 
     def __init__(self, optimizers: Mapping[str, Any]) -> None:
         """Check the optimizers of a state.
@@ -85,7 +75,7 @@ class Optimizers:
         self._all: dict[str, DistributedOptimizer] = dict(optimizers)
         self._check_strategies()
         first, *others = self._all
-        self.group: Group = self._all[first].group
+        self.group: Group = self._all[first].group  #: The group of all of them.
         for other in others:
             group = self._all[other].group
             if group is not self.group:

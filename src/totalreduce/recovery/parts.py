@@ -38,30 +38,19 @@ _LENGTH_BYTES, _ALIGNMENT_BYTES = 8, 16
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The elements of one sharded tensor that one rank has.
+    """The elements of one sharded tensor that one rank has."""
 
-    Attributes:
-        shape: The shape of the whole tensor.
-        box: Which elements these are.
-        elements: The elements, in the shape of the box.
-    """
-
-    shape: tuple[int, ...]
-    box: Box
-    elements: torch.Tensor
+    shape: tuple[int, ...]  #: The shape of the whole tensor.
+    box: Box  #: Which elements these are.
+    elements: torch.Tensor  #: The elements, in the shape of the box.
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank has of a sharded state.
+    """What one rank has of a sharded state."""
 
-    Attributes:
-        shared: What ``State.shared`` returns, with ``None`` in place of each sharded tensor.
-        pieces: The rank's elements of each sharded tensor, by its path in ``shared``.
-    """
-
-    shared: dict[str, Any]
-    pieces: dict[Path, Piece]
+    shared: dict[str, Any]  #: What ``State.shared`` returns, with ``None`` in place of each sharded tensor.
+    pieces: dict[Path, Piece]  #: The rank's elements of each sharded tensor, by its path in ``shared``.
 
     def plain(self) -> dict[str, Any]:
         """Return the part as a value that can be encoded."""
@@ -90,16 +79,12 @@ class Part:
 
 @final
 class PackedPart:
-    """A part that is about to be copied into one row of bytes.
-
-    Attributes:
-        num_bytes: The length of the row.
-    """
+    """A part that is about to be copied into one row of bytes."""
 
     def __init__(self, part: Part) -> None:
         document, self._tensors = encode(part.plain())
         self._document = document.encode()
-        self.num_bytes = _begin(len(self._document)) + sum(map(room_of, self._tensors))
+        self.num_bytes = _begin(len(self._document)) + sum(map(room_of, self._tensors))  #: The length of the row.
 
     @torch.no_grad()
     def copy_into(self, row: torch.Tensor) -> None:
@@ -262,20 +247,15 @@ def load_rest(state: State, group: Group) -> None:
 
 @final
 class _Tensors:
-    """The sharded tensors of a state.
-
-    Attributes:
-        paths: Their paths, in the same order on all ranks.
-        boxes: By path: the elements that this rank needs.
-    """
+    """The sharded tensors of a state."""
 
     def __init__(self, described: Mapping[int, dict[Path, Any]], parameters: Mapping[Path, torch.Tensor]) -> None:
         """``described``: by part: what ``_described`` returns."""
         self._described = described
         self._about = described[min(described)]
-        self.paths = list(self._about)
+        self.paths = list(self._about)  #: Their paths, in the same order on all ranks.
         self._parameters: dict[Path, DTensor] = {}
-        self.boxes: dict[Path, Box] = {}
+        self.boxes: dict[Path, Box] = {}  #: By path: the elements that this rank needs.
         for path, (_, shape, _, _) in self._about.items():
             parameter = parameters.get(path, parameters.get(path[:-1]))
             is_parameter = path in parameters

@@ -35,15 +35,10 @@ _RESULTS_MAX = 2048
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What must be equal on all ranks, and when the call is replayed.
+    """What must be equal on all ranks, and when the call is replayed."""
 
-    Attributes:
-        signature: The kind, dtype, reduction, root and shape.
-        name: The name that the program has given; "" if it has given none.
-    """
-
-    signature: Signature
-    name: str = ""
+    signature: Signature  #: The kind, dtype, reduction, root and shape.
+    name: str = ""  #: The name that the program has given; "" if it has given none.
 
     def describe(self) -> str:
         """Return a description for messages, such as ``allreduce(sum) of float32[3, 4] named 'counts'``."""
@@ -230,19 +225,12 @@ class Versions(Generic[State]):
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What a rank says of itself when a group was formed.
+    """What a rank says of itself when a group was formed."""
 
-    Attributes:
-        has_state: Whether it has the state of the version with which the group begins.
-        position: The number of calls that its program has finished since then.
-        held: The numbers of the calls whose results it has.
-        copies: The ranks of whose own state it has a copy, of this version.
-    """
-
-    has_state: bool
-    position: int
-    held: tuple[int, ...]
-    copies: tuple[int, ...]
+    has_state: bool  #: Whether it has the state of the version with which the group begins.
+    position: int  #: The number of calls that its program has finished since then.
+    held: tuple[int, ...]  #: The numbers of the calls whose results it has.
+    copies: tuple[int, ...]  #: The ranks of whose own state it has a copy, of this version.
 
     @property
     def end(self) -> int:
@@ -252,19 +240,13 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """Data that some ranks send to others when a group was formed.
+    """Data that some ranks send to others when a group was formed."""
 
-    Attributes:
-        kind: ``state``: what is equal on all ranks; ``own``: what one rank has for itself; ``results``: of calls.
-        numbers: For ``own`` the rank; for ``results`` the numbers of the calls.
-        route: From whom each rank gets it.
-        requesters: The ranks that need it. Other ranks on the route only pass it on.
-    """
-
+    #: ``state``: what is equal on all ranks; ``own``: what one rank has for itself; ``results``: of calls.
     kind: Literal["state", "own", "results"]
-    numbers: tuple[int, ...]
-    route: Route
-    requesters: frozenset[int]
+    numbers: tuple[int, ...]  #: For ``own`` the rank; for ``results`` the numbers of the calls.
+    route: Route  #: From whom each rank gets it.
+    requesters: frozenset[int]  #: The ranks that need it. Other ranks on the route only pass it on.
 
 
 def plan_parcels(standings: Sequence[Standing], version: int, *, with_own: bool) -> list[Parcel]:

@@ -82,14 +82,10 @@ def first_holders(held: Iterable[Sequence[int]]) -> dict[int, int]:
 
 @final
 class Replicas:
-    """The copies that this rank has of other ranks, and the exchange of copies.
-
-    Attributes:
-        num_copies: The number of ranks that have a copy of each rank.
-    """
+    """The copies that this rank has of other ranks, and the exchange of copies."""
 
     def __init__(self, num_copies: int) -> None:
-        self.num_copies = num_copies
+        self.num_copies = num_copies  #: The number of ranks that have a copy of each rank.
         #: By seat: the version, and the packed state.
         self._held: dict[int, tuple[int, torch.Tensor]] = {}
         self._next: dict[int, tuple[int, torch.Tensor]] = {}

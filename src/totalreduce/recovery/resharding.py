@@ -17,15 +17,10 @@ __all__ = ["Box", "Held", "Source", "Transfer", "choose", "distances", "transfer
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Some elements of a tensor: a range in each dimension.
+    """Some elements of a tensor: a range in each dimension."""
 
-    Attributes:
-        offset: The first index in each dimension.
-        shape: The number of indices in each dimension.
-    """
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    offset: tuple[int, ...]  #: The first index in each dimension.
+    shape: tuple[int, ...]  #: The number of indices in each dimension.
 
     @property
     def numel(self) -> int:
@@ -53,19 +48,12 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Elements of one tensor that one rank gives to another one, or to itself.
+    """Elements of one tensor that one rank gives to another one, or to itself."""
 
-    Attributes:
-        part: The part that has them: the rank that wrote it, among the ranks of that time.
-        source: The rank that has this part now.
-        target: The rank that needs the elements.
-        box: The elements.
-    """
-
-    part: int
-    source: int
-    target: int
-    box: Box
+    part: int  #: The part that has them: the rank that wrote it, among the ranks of that time.
+    source: int  #: The rank that has this part now.
+    target: int  #: The rank that needs the elements.
+    box: Box  #: The elements.
 
 
 def transfers(
@@ -109,38 +97,23 @@ def transfers(
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What one rank has of one version.
+    """What one rank has of one version."""
 
-    Attributes:
-        epoch: The epoch in which the version was copied.
-        version: The version of the state.
-        world_size: The number of ranks of that epoch, which is the number of parts.
-        parts: The parts that the rank has whole, its own first.
-    """
-
-    epoch: int
-    version: int
-    world_size: int
-    parts: tuple[int, ...]
+    epoch: int  #: The epoch in which the version was copied.
+    version: int  #: The version of the state.
+    world_size: int  #: The number of ranks of that epoch, which is the number of parts.
+    parts: tuple[int, ...]  #: The parts that the rank has whole, its own first.
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where the parts of a version are.
+    """Where the parts of a version are."""
 
-    Attributes:
-        epoch: The epoch in which it was copied.
-        version: The version.
-        world_size: The number of parts.
-        servers: By part: the rank that has it.
-        missing: The parts that no rank has.
-    """
-
-    epoch: int
+    epoch: int  #: The epoch in which it was copied.
     version: int
-    world_size: int
-    servers: dict[int, int]
-    missing: tuple[int, ...]
+    world_size: int  #: The number of parts.
+    servers: dict[int, int]  #: By part: the rank that has it.
+    missing: tuple[int, ...]  #: The parts that no rank has.
 
 
 def choose(held: Sequence[Iterable[Held]]) -> Source | None:

@@ -16,17 +16,12 @@ __all__ = ["Route", "find_route"]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The way of one piece of data.
+    """The way of one piece of data."""
 
-    Attributes:
-        distances: By rank: the number of edges to the nearest holder.
-        sources: By rank: the neighbour that sends the data to this rank; ``None``: the rank holds it, or does not get
-            it.
-        targets: By rank: the neighbours to which this rank sends the data, after it has received it.
-    """
-
-    distances: tuple[int, ...]
+    distances: tuple[int, ...]  #: By rank: the number of edges to the nearest holder.
+    #: By rank: the neighbour that sends the data to this rank; ``None``: the rank holds it, or does not get it.
     sources: tuple[int | None, ...]
+    #: By rank: the neighbours to which this rank sends the data, after it has received it.
     targets: tuple[tuple[int, ...], ...]
 
 

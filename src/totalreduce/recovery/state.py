@@ -48,23 +48,14 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """What a block may change before its vote, as it was when the block began.
+    """What a block may change before its vote, as it was when the block began."""
 
-    Attributes:
-        values: The plain values.
-        objects: The ``state_dict`` of each object: of schedulers, of a ``GradScaler``.
-        trained: Which parameters were trained, and by which groups of the optimizers.
-        settings: The hyper-parameters of all optimizers, by group.
-        sampler: The ``state_dict`` of the sampler or stream, or nothing.
-        counts: The version and the number of steps.
-    """
-
-    values: dict[str, Any]
-    objects: dict[str, Any]
-    trained: KeptTrained
-    settings: list[dict[str, Any]]
-    sampler: dict[str, int] | None
-    counts: tuple[int, int]
+    values: dict[str, Any]  #: The plain values.
+    objects: dict[str, Any]  #: The ``state_dict`` of each object: of schedulers, of a ``GradScaler``.
+    trained: KeptTrained  #: Which parameters were trained, and by which groups of the optimizers.
+    settings: list[dict[str, Any]]  #: The hyper-parameters of all optimizers, by group.
+    sampler: dict[str, int] | None  #: The ``state_dict`` of the sampler or stream, or nothing.
+    counts: tuple[int, int]  #: The version and the number of steps.
 
 
 def _copy_of(value: Any) -> Any:

@@ -21,11 +21,7 @@ _SEEN = "_totalreduce_seen"
 @final
 @never_compiled
 class StepsSinceCommit:
-    """Counts the steps of the optimizers of a state, until ``remove`` is called.
-
-    Attributes:
-        number: The number of steps since the last commit.
-    """
+    """Counts the steps of the optimizers of a state, until ``remove`` is called."""
 
     def __init__(self, state: State, count_operations: Callable[[], int] | None) -> None:
         """Begin to count.
@@ -36,7 +32,7 @@ class StepsSinceCommit:
         """
         self._parameters = list(state.model.parameters())
         self._count_operations = count_operations
-        self.number = 0
+        self.number = 0  #: The number of steps since the last commit.
         self._operations = 0  #: The number of collectives at the first of the steps.
         self._handles = [each.register_step_post_hook(self._stepped) for each in _optimizers_of(state)]
 

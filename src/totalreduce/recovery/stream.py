@@ -37,19 +37,12 @@ class _HasEpochs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Dealt:
-    """What a worker of the ``DataLoader`` hands over for one step.
+    """What a worker of the ``DataLoader`` hands over for one step."""
 
-    Attributes:
-        total: The number of samples of all ranks.
-        left: The number of samples after the step; ``None``: more than could be seen.
-        share: The number of samples of this rank.
-        batch: These samples, collated; ``None`` without any.
-    """
-
-    total: int
-    left: int | None
-    share: int
-    batch: Any
+    total: int  #: The number of samples of all ranks.
+    left: int | None  #: The number of samples after the step; ``None``: more than could be seen.
+    share: int  #: The number of samples of this rank.
+    batch: Any  #: These samples, collated; ``None`` without any.
 
     def pin_memory(self) -> _Dealt:
         """Return the same with the batch in pinned memory; a ``DataLoader`` with ``pin_memory=True`` calls it."""

@@ -20,17 +20,13 @@ __all__ = ["KeptTrained", "Trained", "of_optimizer"]
 
 @dataclass(frozen=True, slots=True)
 class KeptTrained:
-    """What ``Trained.keep`` has found in this process. Parameters and groups are not copied.
+    """What ``Trained.keep`` has found in this process. Parameters and groups are not copied."""
 
-    Attributes:
-        groups: The groups of each optimizer, and the parameters of each group.
-        parameters: The parameters of the models: the program may put others in their places for a while.
-        frozen: Those that required no gradients.
-    """
-
+    #: The groups of each optimizer, and the parameters of each group.
     groups: list[list[tuple[dict[str, Any], list[torch.nn.Parameter]]]]
+    #: The parameters of the models: the program may put others in their places for a while.
     parameters: list[torch.nn.Parameter]
-    frozen: set[torch.nn.Parameter]
+    frozen: set[torch.nn.Parameter]  #: Those that required no gradients.
 
 
 @final

@@ -20,11 +20,6 @@ class Vote:
     """The votes of the blocks of a job, one after the other.
 
     A vote may have a second round, if the ranks learn in the first one that they must do something before it can pass.
-
-    Attributes:
-        is_second: Whether the second round is the present one. It may not have begun.
-        layout: A number that this rank tells the others in its ballot.
-        layouts: The number that all ranks have told in the last round; ``None`` if ranks have told different ones.
     """
 
     def __init__(self, group: Group) -> None:
@@ -34,8 +29,9 @@ class Vote:
         self._ballot = np.zeros(5, np.int64)
         self._given = (0, 0)  #: The ballot of this rank, and its number of samples.
         self._work: Work | PeerLost | None = None  #: The round in flight, or why it could not begin.
-        self.is_second = False
-        self.layout = 0
+        self.is_second = False  #: Whether the second round is the present one. It may not have begun.
+        self.layout = 0  #: A number that this rank tells the others in its ballot.
+        #: The number that all ranks have told in the last round; ``None`` if ranks have told different ones.
         self.layouts: int | None = 0
 
     @property

@@ -34,16 +34,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _KeptState:
-    """The state of one optimizer, without copies of its tensors.
-
-    Attributes:
-        optimizer: The optimizer of torch.
-        state: Its state.
-        entries: By parameter: the entry of the state, and what was in it.
-    """
+    """The state of one optimizer, without copies of its tensors."""
 
     optimizer: torch.optim.Optimizer
     state: dict[Any, dict[str, Any]]
+    #: By parameter: the entry of the state, and what was in it.
     entries: list[tuple[Any, dict[str, Any], dict[str, Any]]]
 
     @classmethod

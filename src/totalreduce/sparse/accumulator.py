@@ -32,16 +32,12 @@ _CACHED = 1 << 20
 
 
 class Accumulator(ABC):
-    """float32, in segments. Indices are ascending int32 and count through all segments in their order.
-
-    Attributes:
-        num_elements: The number of elements of all segments, below 2^31.
-    """
+    """float32, in segments. Indices are ascending int32 and count through all segments in their order."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         """``sizes``: the number of elements of each segment."""
         self._starts: list[int] = np.cumsum([0, *sizes]).tolist()
-        self.num_elements = self._starts[-1]
+        self.num_elements = self._starts[-1]  #: The number of elements of all segments, below 2^31.
 
     @abstractmethod
     def accumulate(self, residuals: Accumulator, scale: float, bound: int, found: Candidates) -> None:

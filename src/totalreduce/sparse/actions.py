@@ -60,15 +60,10 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """Messages between pairs of ranks. Reply: the received blocks, by source.
+    """Messages between pairs of ranks. Reply: the received blocks, by source."""
 
-    Attributes:
-        sends: Blocks by destination.
-        receives: Sizes in bytes, by source, of the blocks that these ranks send in the same action.
-    """
-
-    sends: Mapping[int, Array]
-    receives: Mapping[int, int]
+    sends: Mapping[int, Array]  #: Blocks by destination.
+    receives: Mapping[int, int]  #: Sizes in bytes, by source, of the blocks that these ranks send in the same action.
 
 
 Action = Allgather | Alltoall | Allreduce | Broadcast | Messages

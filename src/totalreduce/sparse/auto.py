@@ -74,19 +74,12 @@ class Auto(DensitySettings):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The measurement of buckets of one size, and the decision.
+    """The measurement of buckets of one size, and the decision."""
 
-    Attributes:
-        num_elements: The number of elements of the bucket.
-        method: The method that compresses the bucket; ``None``: it is not compressed.
-        dense_s: Seconds of a dense allreduce.
-        sparse_s: Seconds of each candidate, by name.
-    """
-
-    num_elements: int
-    method: Method | None
-    dense_s: float
-    sparse_s: dict[str, float]
+    num_elements: int  #: The number of elements of the bucket.
+    method: Method | None  #: The method that compresses the bucket; ``None``: it is not compressed.
+    dense_s: float  #: Seconds of a dense allreduce.
+    sparse_s: dict[str, float]  #: Seconds of each candidate, by name.
 
     def describe(self) -> str:
         """Return one line for a log."""

@@ -157,17 +157,11 @@ class C10dDriver:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Operations of torch that were begun together.
+    """Operations of torch that were begun together."""
 
-    Attributes:
-        works: Their handles, each of which may be waited for once.
-        arriving: The tensors that receive messages, by source.
-        came: Gets the received blocks in host memory.
-    """
-
-    works: Sequence[Any]
-    arriving: Mapping[int, torch.Tensor]
-    came: dict[int, Array] = field(default_factory=dict)
+    works: Sequence[Any]  #: Their handles, each of which may be waited for once.
+    arriving: Mapping[int, torch.Tensor]  #: The tensors that receive messages, by source.
+    came: dict[int, Array] = field(default_factory=dict)  #: Gets the received blocks in host memory.
 
     def finish(self) -> None:
         """Wait until all operations have ended."""

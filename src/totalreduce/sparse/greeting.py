@@ -16,17 +16,11 @@ __all__ = ["Greetings", "greet", "greet_with_block"]
 
 @dataclass(frozen=True, slots=True)
 class Greetings:
-    """The greetings of all ranks to this rank.
+    """The greetings of all ranks to this rank."""
 
-    Attributes:
-        finite: Whether the gradients of all ranks are finite.
-        present: For each segment whether some rank had a gradient.
-        numbers: uint32, shape (world size, numbers per rank): by source. No numbers with ``greet_with_block``.
-    """
-
-    finite: bool
-    present: Array
-    numbers: Array
+    finite: bool  #: Whether the gradients of all ranks are finite.
+    present: Array  #: For each segment whether some rank had a gradient.
+    numbers: Array  #: uint32, shape (world size, numbers per rank): by source. No numbers with ``greet_with_block``.
 
 
 def greet(

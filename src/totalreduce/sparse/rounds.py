@@ -26,15 +26,10 @@ __all__ = ["Overlap", "SparseRounds", "with_arrays", "with_tensors"]
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """The time of a round's communication, and the part of it that ran beside other work.
+    """The time of a round's communication, and the part of it that ran beside other work."""
 
-    Attributes:
-        exchange_s: The time in which some bucket was exchanged, from its first message to its result.
-        hidden_s: The part of that time before ``finish`` was called.
-    """
-
-    exchange_s: float
-    hidden_s: float
+    exchange_s: float  #: The time in which some bucket was exchanged, from its first message to its result.
+    hidden_s: float  #: The part of that time before ``finish`` was called.
 
     @classmethod
     def of(cls, spans: Sequence[tuple[float, float]], waits_from: float) -> Overlap:
@@ -51,27 +46,21 @@ class Overlap:
 
 @final
 class SparseRounds:
-    """The sessions of all buckets, and the thread in which they work; ``in_order`` is that of ``ExchangeWorker``.
-
-    Attributes:
-        sessions: The session of each bucket.
-        methods: The name of each bucket's method.
-        overlap: The times of the last round.
-        waited_s: The seconds for which ``finish`` was blocked so far.
-    """
+    """The sessions of all buckets, and the thread in which they work; ``in_order`` is that of ``ExchangeWorker``."""
 
     def __init__(
         self, methods: Sequence[Method], shapes: Sequence[BucketShape], carrier: Carrier, *, in_order: bool = False
     ) -> None:
         self._shapes, self._carrier = shapes, carrier
-        self.methods = [method.name for method in methods]
+        self.methods = [method.name for method in methods]  #: The name of each bucket's method.
         self._workspace = Workspace()
+        #: The session of each bucket.
         self.sessions = [self._new_session(method, shape) for method, shape in zip(methods, shapes, strict=True)]
         self._latest = list(self.sessions)
         self._jobs: list[Job | None] = [None] * len(shapes)
         self._worker = ExchangeWorker(carrier, in_order=in_order)
-        self.overlap = Overlap(0.0, 0.0)
-        self.waited_s = 0.0
+        self.overlap = Overlap(0.0, 0.0)  #: The times of the last round.
+        self.waited_s = 0.0  #: The seconds for which ``finish`` was blocked so far.
 
     def start(
         self,

@@ -37,19 +37,13 @@ _DRIFT = (0.8, 1.25)
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The selected elements.
+    """The selected elements."""
 
-    Attributes:
-        indices: int32, ascending.
-        values: float32, as accumulated.
-        bound: Bits of the smallest magnitude among them; 0 without elements.
-        finite: Whether all elements, selected or not, are finite, and so small that no sum over the ranks overflows;
-            otherwise nothing is selected.
-    """
-
-    indices: Array
-    values: Array
-    bound: int
+    indices: Array  #: int32, ascending.
+    values: Array  #: float32, as accumulated.
+    bound: int  #: Bits of the smallest magnitude among them; 0 without elements.
+    #: Whether all elements, selected or not, are finite, and so small that no sum over the ranks overflows; otherwise
+    #: nothing is selected.
     finite: bool
 
 
@@ -59,21 +53,15 @@ NOT_FINITE = Selection(np.empty(0, np.int32), np.empty(0, np.float32), 0, finite
 
 @final
 class Selector:
-    """The threshold of one bucket, from step to step.
-
-    Attributes:
-        bound: The bound of the next pass; ``None`` before the first one.
-        limit: Bits of the smallest magnitude that counts as not finite.
-        rescans: The number of times that candidates were listed again.
-        workspace: Memory for candidates; selectors that never work at the same time may share it.
-    """
+    """The threshold of one bucket, from step to step."""
 
     def __init__(self, world_size: int = 1) -> None:
         """Begin without a bound. A sum over ``world_size`` ranks must not overflow, even after rounding to bfloat16."""
-        self.bound: int | None = None
+        self.bound: int | None = None  #: The bound of the next pass; ``None`` before the first one.
+        #: Bits of the smallest magnitude that counts as not finite.
         self.limit = int((np.finfo(np.float32).max / np.float32(2 * world_size)).view(np.int32))
-        self.rescans = 0
-        self.workspace = Workspace()
+        self.rescans = 0  #: The number of times that candidates were listed again.
+        self.workspace = Workspace()  #: Memory for candidates; selectors that never work at the same time may share it.
         self._last = 0.0
 
     def accumulate(self, gradients: Accumulator, residuals: Accumulator, scale: float, k: int) -> Selection:

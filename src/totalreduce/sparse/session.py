@@ -20,14 +20,11 @@ __all__ = ["BucketShape", "Method", "Report", "Session", "Update"]
 
 @dataclass(frozen=True, slots=True)
 class BucketShape:
-    """The shapes of a bucket's segments; equal on all ranks.
+    """The shapes of a bucket's segments; equal on all ranks."""
 
-    Attributes:
-        shapes: The shape of each segment, whose elements lie in this order: rows and columns of a matrix, or the number
-            of elements of a vector or a part of a parameter. A parameter whose memory has another order of dimensions
-            than its shape is the matrix that its memory is (``ParameterSpec.matrix``).
-    """
-
+    #: The shape of each segment, whose elements lie in this order: rows and columns of a matrix, or the number of
+    #: elements of a vector or a part of a parameter. A parameter whose memory has another order of dimensions than its
+    #: shape is the matrix that its memory is (``ParameterSpec.matrix``).
     shapes: tuple[tuple[int, ...], ...]
 
     @property
@@ -43,17 +40,11 @@ class BucketShape:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The sums over all ranks that are applied; the same bits on every rank.
+    """The sums over all ranks that are applied; the same bits on every rank."""
 
-    Attributes:
-        present: For each segment whether some rank had a gradient for it.
-        indices: int32, ascending: the indices of the elements; ``None``: all elements.
-        values: float32: the sums.
-    """
-
-    present: Array
-    indices: Array | None
-    values: Array
+    present: Array  #: For each segment whether some rank had a gradient for it.
+    indices: Array | None  #: int32, ascending: the indices of the elements; ``None``: all elements.
+    values: Array  #: float32: the sums.
 
     def write_to(self, target: Accumulator, factor: float) -> None:
         """Set the target to this update times a factor."""
@@ -72,36 +63,23 @@ class Update:
 
 @dataclass(slots=True)
 class Report:
-    """The numbers of one bucket in one step on this rank.
+    """The numbers of one bucket in one step on this rank."""
 
-    Attributes:
-        method: Name of the method that was used.
-        k: The number of elements to send.
-        selected: The number of elements selected on this rank.
-        applied: The number of elements updated.
-        sent_bytes: Payload sent by this rank; collectives are counted as direct exchanges, an allreduce as a ring.
-        received_bytes: Payload received.
-        imbalance: The largest number of bytes that a rank receives for its region, divided by the mean; 1 is even. With
-            more than 32 ranks it is that of the step before.
-        local_threshold: Smallest magnitude selected on this rank.
-        global_threshold: Smallest magnitude applied.
-        rescans: The number of times that candidates were listed again, since the beginning.
-        skipped: Whether some rank's gradients were not finite.
-        extra: Numbers that were asked for, such as ``xi``.
-    """
-
-    method: str = ""
-    k: int = 0
-    selected: int = 0
-    applied: int = 0
+    method: str = ""  #: Name of the method that was used.
+    k: int = 0  #: The number of elements to send.
+    selected: int = 0  #: The number of elements selected on this rank.
+    applied: int = 0  #: The number of elements updated.
+    #: Payload sent by this rank; collectives are counted as direct exchanges, an allreduce as a ring.
     sent_bytes: int = 0
-    received_bytes: int = 0
+    received_bytes: int = 0  #: Payload received.
+    #: The largest number of bytes that a rank receives for its region, divided by the mean; 1 is even. With more than
+    #: 32 ranks it is that of the step before.
     imbalance: float = 1.0
-    local_threshold: float = 0.0
-    global_threshold: float = 0.0
-    rescans: int = 0
-    skipped: bool = False
-    extra: dict[str, float] = field(default_factory=dict)
+    local_threshold: float = 0.0  #: Smallest magnitude selected on this rank.
+    global_threshold: float = 0.0  #: Smallest magnitude applied.
+    rescans: int = 0  #: The number of times that candidates were listed again, since the beginning.
+    skipped: bool = False  #: Whether some rank's gradients were not finite.
+    extra: dict[str, float] = field(default_factory=dict)  #: Numbers that were asked for, such as ``xi``.
 
     def describe(self) -> str:
         """Return one line for a log."""
@@ -145,15 +123,10 @@ class Session(Protocol):
 
 
 class Method(Protocol):
-    """The settings of a sparse method, as a frozen dataclass; equal on all ranks.
+    """The settings of a sparse method, as a frozen dataclass; equal on all ranks."""
 
-    Attributes:
-        name: The method's name.
-        whole: Whether parameters must not be cut into parts, however large they are.
-    """
-
-    name: ClassVar[str]
-    whole: ClassVar[bool]
+    name: ClassVar[str]  #: The method's name.
+    whole: ClassVar[bool]  #: Whether parameters must not be cut into parts, however large they are.
 
     def session(self, shape: BucketShape, rank: int, world_size: int) -> Session:
         """Return the session of one bucket on one rank."""

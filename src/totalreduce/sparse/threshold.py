@@ -34,14 +34,10 @@ def bits_of(value: float) -> int:
 
 @final
 class GlobalThreshold:
-    """The threshold of one bucket, equal on all ranks, from step to step.
-
-    Attributes:
-        bound: The last threshold; 0 at the beginning. The next search begins there.
-    """
+    """The threshold of one bucket, equal on all ranks, from step to step."""
 
     def __init__(self) -> None:
-        self.bound = 0
+        self.bound = 0  #: The last threshold; 0 at the beginning. The next search begins there.
 
     def agree(
         self, values: Array, k: int, world_size: int, *, fresh: bool

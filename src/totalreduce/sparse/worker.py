@@ -26,12 +26,7 @@ _PUSH_S = 0.02
 
 @final
 class Job:
-    """The selection (``prepare``) and the exchange of one bucket in one round.
-
-    Attributes:
-        result: The result of the exchange.
-        span: The times at which the exchange began and ended (``time.monotonic``).
-    """
+    """The selection (``prepare``) and the exchange of one bucket in one round."""
 
     def __init__(
         self,
@@ -41,11 +36,11 @@ class Job:
         priority: int,
     ) -> None:
         self.channel, self.prepare, self.exchange, self.priority = channel, prepare, exchange, priority
-        self.result: Future[Any] = Future()
+        self.result: Future[Any] = Future()  #: The result of the exchange.
         self.running: Generator[Action, Any, Any] | None = None
         self.under_way: Carried | None = None
         self.steps = 0
-        self.span = (0.0, 0.0)
+        self.span = (0.0, 0.0)  #: The times at which the exchange began and ended (``time.monotonic``).
 
 
 @final

@@ -96,23 +96,16 @@ class Case:
 
 @dataclass(slots=True)
 class Record:
-    """The results of one rank by the names of collectives; times in seconds of one clock for all ranks.
+    """The results of one rank by the names of collectives; times in seconds of one clock for all ranks."""
 
-    Attributes:
-        results: Contents of the tensors that the collective writes.
-        read: Contents of the tensors that it only reads, afterwards.
-        sources: The sender of a message whose receiver did not name it.
-        submitted_s: When it was submitted.
-        done_s: When its end was noticed.
-        floating_bytes_peak: The largest size of all floating messages together.
-    """
-
+    #: Contents of the tensors that the collective writes.
     results: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    #: Contents of the tensors that it only reads, afterwards.
     read: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    sources: dict[str, int] = field(default_factory=dict)
-    submitted_s: dict[str, float] = field(default_factory=dict)
-    done_s: dict[str, float] = field(default_factory=dict)
-    floating_bytes_peak: int = 0
+    sources: dict[str, int] = field(default_factory=dict)  #: The sender of a message whose receiver did not name it.
+    submitted_s: dict[str, float] = field(default_factory=dict)  #: When it was submitted.
+    done_s: dict[str, float] = field(default_factory=dict)  #: When its end was noticed.
+    floating_bytes_peak: int = 0  #: The largest size of all floating messages together.
 
 
 @dataclass(frozen=True, slots=True)

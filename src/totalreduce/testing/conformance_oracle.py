@@ -85,19 +85,13 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """The tensors of one rank.
+    """The tensors of one rank."""
 
-    Attributes:
-        inputs: Tensors that are only read.
-        outputs: Tensors that are written; those that are reduced or broadcast in place are read too.
-        input_arg: The inputs as ``Group``'s methods take them: one tensor if all blocks are equally large.
-        output_arg: The outputs, likewise.
-    """
-
-    inputs: list[torch.Tensor]
-    outputs: list[torch.Tensor]
+    inputs: list[torch.Tensor]  #: Tensors that are only read.
+    outputs: list[torch.Tensor]  #: Tensors that are written; those that are reduced or broadcast in place are read too.
+    #: The inputs as ``Group``'s methods take them: one tensor if all blocks are equally large.
     input_arg: torch.Tensor | list[torch.Tensor]
-    output_arg: torch.Tensor | list[torch.Tensor]
+    output_arg: torch.Tensor | list[torch.Tensor]  #: The outputs, likewise.
 
 
 def make_tensors(

@@ -19,17 +19,11 @@ __all__ = ["Traffic", "run_exchanges"]
 
 @dataclass(slots=True)
 class Traffic:
-    """Payload by rank, in bytes; collectives are counted as direct exchanges (an allreduce as a ring).
+    """Payload by rank, in bytes; collectives are counted as direct exchanges (an allreduce as a ring)."""
 
-    Attributes:
-        sent: Bytes that each rank has sent.
-        received: Bytes that each rank has received.
-        rounds: Number of actions that had to follow each other.
-    """
-
-    sent: Array
-    received: Array
-    rounds: int = 0
+    sent: Array  #: Bytes that each rank has sent.
+    received: Array  #: Bytes that each rank has received.
+    rounds: int = 0  #: Number of actions that had to follow each other.
 
 
 def run_exchanges(exchanges: Sequence[Exchange]) -> tuple[list[Any], Traffic]:

@@ -30,35 +30,20 @@ __all__ = ["SimulatedCluster", "TimedSubmission"]
 
 @dataclass(slots=True)
 class TimedSubmission:
-    """One operation on one rank.
+    """One operation on one rank."""
 
-    Attributes:
-        name: Equal on all ranks.
-        signature: Signature of the operation.
-        buffers: Input and output bytes of the tensor, or of every block.
-        at_s: Virtual time of the submission.
-        priority: Smaller is more urgent.
-        ranks: The ranks that take part; by default all.
-        repeats: Whether the name may be in flight several times.
-        candidates: For a receive from any rank: the name of the message by its sender.
-        done_at_s: Virtual time of the end, set by the run.
-        error: The error, set by the run.
-        source: The sender of a message, set by the run.
-        on_done: Called when the operation has ended.
-    """
-
-    name: str
-    signature: Signature
-    buffers: Sequence[memoryview | None]
-    at_s: float = 0.0
-    priority: int = 0
-    ranks: tuple[int, ...] | None = None
-    repeats: bool = False
-    candidates: dict[int, str] | None = None
-    done_at_s: float | None = None
-    error: BaseException | None = None
-    source: int | None = None
-    on_done: Callable[[], None] | None = None
+    name: str  #: Equal on all ranks.
+    signature: Signature  #: Signature of the operation.
+    buffers: Sequence[memoryview | None]  #: Input and output bytes of the tensor, or of every block.
+    at_s: float = 0.0  #: Virtual time of the submission.
+    priority: int = 0  #: Smaller is more urgent.
+    ranks: tuple[int, ...] | None = None  #: The ranks that take part; by default all.
+    repeats: bool = False  #: Whether the name may be in flight several times.
+    candidates: dict[int, str] | None = None  #: For a receive from any rank: the name of the message by its sender.
+    done_at_s: float | None = None  #: Virtual time of the end, set by the run.
+    error: BaseException | None = None  #: The error, set by the run.
+    source: int | None = None  #: The sender of a message, set by the run.
+    on_done: Callable[[], None] | None = None  #: Called when the operation has ended.
 
 
 @final

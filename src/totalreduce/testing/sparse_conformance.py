@@ -45,23 +45,14 @@ _TOLERANCE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One step of all ranks.
+    """One step of all ranks."""
 
-    Attributes:
-        accumulated: By rank, before the exchange: float32, all segments.
-        residuals: By rank, after the exchange.
-        present: Whether a rank had a gradient for a segment; shape (world size, segments).
-        updates: By rank.
-        reports: By rank.
-        traffic: The bytes of all actions.
-    """
-
-    accumulated: list[Array]
-    residuals: list[Array]
-    present: Array
-    updates: list[Update | None]
-    reports: list[Report]
-    traffic: Traffic
+    accumulated: list[Array]  #: By rank, before the exchange: float32, all segments.
+    residuals: list[Array]  #: By rank, after the exchange.
+    present: Array  #: Whether a rank had a gradient for a segment; shape (world size, segments).
+    updates: list[Update | None]  #: By rank.
+    reports: list[Report]  #: By rank.
+    traffic: Traffic  #: The bytes of all actions.
 
     @property
     def applied(self) -> Array:
@@ -79,12 +70,7 @@ class Round:
 
 
 class SparseRanks:
-    """One bucket on all ranks, in lockstep.
-
-    Attributes:
-        sessions: By rank.
-        residuals: By rank, float32, all segments; zero at the beginning.
-    """
+    """One bucket on all ranks, in lockstep."""
 
     def __init__(
         self, method: Method, world_size: int, shapes: Sequence[Sequence[int]], memory: Memory = HostAccumulator
@@ -92,8 +78,9 @@ class SparseRanks:
         self._method, self._memory = method, memory
         self._shape = BucketShape(tuple(tuple(shape) for shape in shapes))
         self._edges = np.cumsum([0, *self._shape.sizes]).tolist()
+        #: By rank, float32, all segments; zero at the beginning.
         self.residuals = [np.zeros(self._shape.num_elements, np.float32) for _ in range(world_size)]
-        self.sessions = self._new_sessions()
+        self.sessions = self._new_sessions()  #: By rank.
 
     def step(self, gradients: Sequence[Array], *, scale: float = 1.0, present: Array | None = None) -> Round:
         """Run one round on all ranks.

@@ -23,24 +23,15 @@ __all__ = ["ArrayReplica", "StrategyRanks"]
 
 @final
 class ArrayReplica:
-    """A ``Replica`` that is a list of arrays.
-
-    Attributes:
-        arrays: The tensors, one-dimensional, of one dtype.
-        state: Stands for the state of an optimizer.
-        state_layout: Stands for the names of its tensors.
-        sizes: The number of elements of each tensor.
-        dtype: The dtype.
-        learning_rate: Stands for that of an optimizer.
-    """
+    """A ``Replica`` that is a list of arrays."""
 
     def __init__(self, arrays: Sequence[Array]) -> None:
-        self.arrays = list(arrays)
-        self.state = np.zeros(0, arrays[0].dtype)
-        self.state_layout = ""
-        self.sizes = [array.size for array in arrays]
+        self.arrays = list(arrays)  #: The tensors, one-dimensional, of one dtype.
+        self.state = np.zeros(0, arrays[0].dtype)  #: Stands for the state of an optimizer.
+        self.state_layout = ""  #: Stands for the names of its tensors.
+        self.sizes = [array.size for array in arrays]  #: The number of elements of each tensor.
         self.dtype: np.dtype[Any] = arrays[0].dtype
-        self.learning_rate = 0.0
+        self.learning_rate = 0.0  #: Stands for that of an optimizer.
 
     def read(self, tensors: Sequence[int]) -> Array:
         """Return a copy of the elements of these tensors."""
@@ -81,21 +72,15 @@ class ArrayReplica:
 
 @final
 class StrategyRanks:
-    """All ranks of a strategy.
-
-    Attributes:
-        replicas: By rank.
-        sessions: By rank.
-        sent: By rank: the bytes that it has sent.
-        steps: The number of steps.
-    """
+    """All ranks of a strategy."""
 
     def __init__(self, strategy: Strategy, world_size: int, start: Sequence[Array]) -> None:
         """``start``: the tensors with which all ranks begin; they are copied."""
-        self.replicas = [ArrayReplica([array.copy() for array in start]) for _ in range(world_size)]
+        self.replicas = [ArrayReplica([array.copy() for array in start]) for _ in range(world_size)]  #: By rank.
+        #: By rank.
         self.sessions = [strategy.session(replica, rank, world_size) for rank, replica in enumerate(self.replicas)]
-        self.sent = np.zeros(world_size, np.int64)
-        self.steps = 0
+        self.sent = np.zeros(world_size, np.int64)  #: By rank: the bytes that it has sent.
+        self.steps = 0  #: The number of steps.
         self._waiting: list[tuple[int, list[tuple[Pending, Any]]]] = []
 
     def parameters(self, rank: int) -> Array:

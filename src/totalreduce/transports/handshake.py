@@ -37,17 +37,11 @@ _NONCE_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class JobIdentity:
-    """The membership that a peer must prove.
+    """The membership that a peer must prove."""
 
-    Attributes:
-        key: Shared secret, at least 16 bytes.
-        job_id: Name of the job and of the group.
-        epoch: Version of the membership.
-    """
-
-    key: bytes
-    job_id: str
-    epoch: int
+    key: bytes  #: Shared secret, at least 16 bytes.
+    job_id: str  #: Name of the job and of the group.
+    epoch: int  #: Version of the membership.
 
     def __post_init__(self) -> None:
         """Refuse a key that could be guessed."""
@@ -66,22 +60,16 @@ class JobIdentity:
 
 @final
 class Connector:
-    """The side that opens the connection.
-
-    Attributes:
-        outgoing: The HELLO.
-        peer: Rank at the other end.
-        needed: How many bytes ``feed`` takes next; 0 when the handshake is complete.
-    """
+    """The side that opens the connection."""
 
     def __init__(self, identity: JobIdentity, rank: int, peer: int) -> None:
         """Prepare the HELLO in ``outgoing``."""
         self._identity = identity
         self._hello = _HELLO.pack(_MAGIC, identity.digest, identity.epoch, rank, peer, os.urandom(_NONCE_BYTES))
         self._binding = b""
-        self.outgoing = self._hello
-        self.peer = peer
-        self.needed = _CHALLENGE_BYTES
+        self.outgoing = self._hello  #: The HELLO.
+        self.peer = peer  #: Rank at the other end.
+        self.needed = _CHALLENGE_BYTES  #: How many bytes ``feed`` takes next; 0 when the handshake is complete.
 
     def bind(self, binding: bytes) -> None:
         """Make the codes valid for one connection only; before the first ``feed``."""

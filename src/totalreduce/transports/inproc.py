@@ -60,17 +60,13 @@ class InprocNetwork:
 
 @final
 class InprocTransport(Transport):
-    """One rank's end of an ``InprocNetwork``.
-
-    Attributes:
-        network: What the ranks share.
-    """
+    """One rank's end of an ``InprocNetwork``."""
 
     def __init__(self, network: InprocNetwork, rank: int) -> None:
         """Use ``InprocNetwork.transport``."""
         self.rank, self.world_size = rank, network.world_size
         self.counters = TransportCounters()
-        self.network = network
+        self.network = network  #: What the ranks share.
         self._reported: set[int] = set()
         self._met: set[int] = set()
 

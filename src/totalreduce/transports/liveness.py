@@ -46,11 +46,7 @@ class Pulse:
 
 @final
 class Liveness:
-    """Decides about the pulses of a transport's peers.
-
-    Attributes:
-        due_at: When ``look`` is to be called next.
-    """
+    """Decides about the pulses of a transport's peers."""
 
     __slots__ = ("_between_looks_s", "_config", "_looked_at", "_pause", "due_at")
 
@@ -60,7 +56,7 @@ class Liveness:
         self._looked_at = now
         #: The end and the length of the last pause of this process after which peers may have given it up.
         self._pause = -math.inf, 0.0
-        self.due_at = 0.0
+        self.due_at = 0.0  #: When ``look`` is to be called next.
 
     def look(self, pulses: Iterable[Pulse], now: float) -> None:
         """Call this at ``due_at``, before the decisions about the pulses.

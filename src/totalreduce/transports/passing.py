@@ -46,10 +46,6 @@ class Wire(ABC):
     """Messages of a library between this rank and each peer. Any thread; calls exclude each other.
 
     ``send``, ``beat``, ``receive`` and ``release`` raise ``WireError`` if the peer cannot be reached.
-
-    Attributes:
-        rank: This rank.
-        world_size: Number of ranks.
     """
 
     rank: int

@@ -58,32 +58,16 @@ _EVENTS = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
 
 @dataclass(slots=True)
 class _Attempts:
-    """The attempts to connect to one peer.
+    """The attempts to connect to one peer."""
 
-    Attributes:
-        first_at: When the first one began, in seconds.
-        retry_at: When the next one may begin.
-        failures: How many have failed since the last success.
-    """
-
-    first_at: float
-    retry_at: float = 0.0
-    failures: int = 0
+    first_at: float  #: When the first one began, in seconds.
+    retry_at: float = 0.0  #: When the next one may begin.
+    failures: int = 0  #: How many have failed since the last success.
 
 
 @final
 class PeerConnections:
-    """All connections of one rank, established or not.
-
-    Attributes:
-        open: By descriptor.
-        routes: By peer, the connection that this rank's messages take. It is chosen once and never changed.
-        bulk_routes: By peer, the connection that the messages of large operations take. It is chosen once and never
-            changed. If no second connection can be made, it is the same as the first.
-        gone: Peers that are lost, or whose connection was closed.
-        listener: The listening socket.
-        distrust: Whether this rank and another one did not accept each other's certificates.
-    """
+    """All connections of one rank, established or not."""
 
     def __init__(
         self,
@@ -101,12 +85,15 @@ class PeerConnections:
         ``liveness``: its ``due_at`` is brought forward to attempts that are to be repeated. ``lose`` is called with a
         peer that cannot be reached, and the reason.
         """
-        self.open: dict[int, Connection] = {}
+        self.open: dict[int, Connection] = {}  #: By descriptor.
+        #: By peer, the connection that this rank's messages take. It is chosen once and never changed.
         self.routes: dict[int, Connection] = {}
+        #: By peer, the connection that the messages of large operations take. It is chosen once and never changed. If
+        #: no second connection can be made, it is the same as the first.
         self.bulk_routes: dict[int, Connection] = {}
-        self.gone: set[int] = set()
-        self.listener = listener
-        self.distrust = False
+        self.gone: set[int] = set()  #: Peers that are lost, or whose connection was closed.
+        self.listener = listener  #: The listening socket.
+        self.distrust = False  #: Whether this rank and another one did not accept each other's certificates.
         self._rank, self._addresses = rank, addresses
         self._identity, self._config, self._credentials = identity, config, credentials
         self._liveness, self._lose = liveness, lose

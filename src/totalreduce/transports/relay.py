@@ -16,21 +16,13 @@ __all__ = ["MessageRelay", "RelayPort"]
 
 
 class RelayPort(NamedTuple):
-    """What a relay gets of a transport.
+    """What a relay gets of a transport."""
 
-    Attributes:
-        epoll_fd: The epoll object that reports the events of all connections.
-        connections: All connections, by descriptor.
-        routes: By peer, the connection by which this rank's other messages leave.
-        bulk_routes: By peer, the connection by which this rank's bulk leaves.
-        events: Gets the events that are for the transport: (descriptor, events).
-    """
-
-    epoll_fd: int
-    connections: Mapping[int, Connection]
-    routes: Mapping[int, Connection]
-    bulk_routes: Mapping[int, Connection]
-    events: deque[tuple[int, int]]
+    epoll_fd: int  #: The epoll object that reports the events of all connections.
+    connections: Mapping[int, Connection]  #: All connections, by descriptor.
+    routes: Mapping[int, Connection]  #: By peer, the connection by which this rank's other messages leave.
+    bulk_routes: Mapping[int, Connection]  #: By peer, the connection by which this rank's bulk leaves.
+    events: deque[tuple[int, int]]  #: Gets the events that are for the transport: (descriptor, events).
 
 
 class MessageRelay(Protocol):

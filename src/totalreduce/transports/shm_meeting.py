@@ -207,26 +207,15 @@ class _Meeting:
 
 @dataclass(slots=True)
 class _Awaited:
-    """A peer that has not arrived although a message for it is ready.
+    """A peer that has not arrived although a message for it is ready."""
 
-    Attributes:
-        since: Since when, in seconds.
-        asked_at: When this rank last asked whether the peer listens.
-    """
-
-    since: float
-    asked_at: float
+    since: float  #: Since when, in seconds.
+    asked_at: float  #: When this rank last asked whether the peer listens.
 
 
 @final
 class Meetings:
-    """The listening socket of one rank, and all its connections whose other ends have not proved their membership.
-
-    Attributes:
-        arrived: Peers that have proved their membership. The caller takes them out.
-        failed: Peers that are no members, or have other settings: (rank, reason). The caller takes them out.
-        absent: Why a peer is absent, by rank.
-    """
+    """The listening socket of one rank, and all its connections whose other ends have not proved their membership."""
 
     def __init__(
         self,
@@ -241,9 +230,10 @@ class Meetings:
         counters: TransportCounters,
     ) -> None:
         """Take over a listening socket. ``outbox`` and ``bell_fd`` are this rank's, for the peers."""
-        self.arrived: list[Arrival] = []
+        self.arrived: list[Arrival] = []  #: Peers that have proved their membership. The caller takes them out.
+        #: Peers that are no members, or have other settings: (rank, reason). The caller takes them out.
         self.failed: list[tuple[int, str]] = []
-        self.absent: dict[int, str] = {}
+        self.absent: dict[int, str] = {}  #: Why a peer is absent, by rank.
         self._rank, self._addresses = rank, addresses
         self._identity, self._config = identity, config
         self._outbox, self._bell_fd = outbox, bell_fd

@@ -85,27 +85,16 @@ LOANS = 32
 
 @dataclass(frozen=True, slots=True)
 class OutboxLayout:
-    """The offsets of all parts of an outbox; equal for all ranks of a host.
+    """The offsets of all parts of an outbox; equal for all ranks of a host."""
 
-    Attributes:
-        local_ranks: Number of ranks that share memory. The *index* of a rank is its position among them.
-        slots: Number of entries of a ring.
-        inline_bytes: Bodies up to this length lie in their entry.
-        small_pieces: Number of pieces of ``small_bytes``; they come first in the pool.
-        small_bytes: Length of a small piece.
-        large_pieces: Number of pieces of ``large_bytes``.
-        large_bytes: Length of a large piece; longer bodies are sent in parts.
-        board_bytes: Length of the board.
-    """
-
-    local_ranks: int
-    slots: int
-    inline_bytes: int
-    small_pieces: int
-    small_bytes: int
-    large_pieces: int
-    large_bytes: int
-    board_bytes: int = 0
+    local_ranks: int  #: Number of ranks that share memory. The *index* of a rank is its position among them.
+    slots: int  #: Number of entries of a ring.
+    inline_bytes: int  #: Bodies up to this length lie in their entry.
+    small_pieces: int  #: Number of pieces of ``small_bytes``; they come first in the pool.
+    small_bytes: int  #: Length of a small piece.
+    large_pieces: int  #: Number of pieces of ``large_bytes``.
+    large_bytes: int  #: Length of a large piece; longer bodies are sent in parts.
+    board_bytes: int = 0  #: Length of the board.
 
     @classmethod
     def choose(cls, local_ranks: int, max_body_bytes: int, pool_bytes: int, board_bytes: int = 0) -> OutboxLayout:
@@ -201,12 +190,7 @@ def _round_up(value: int, step: int) -> int:
 
 @final
 class Fences:
-    """Memory fences: other processes see the loads and stores before a fence before those after it.
-
-    Attributes:
-        full: Orders a store before a later load, for two ranks that each write a word and then read the other's word.
-        order: Orders all other loads and stores; ``None`` where the machine keeps that order by itself.
-    """
+    """Memory fences: other processes see the loads and stores before a fence before those after it."""
 
     def __init__(self) -> None:
         """Find the fences of this machine.
@@ -214,7 +198,9 @@ class Fences:
         Raises:
             ConfigurationError: There is none.
         """
+        #: Orders a store before a later load, for two ranks that each write a word and then read the other's word.
         self.full: Callable[[], object]
+        #: Orders all other loads and stores; ``None`` where the machine keeps that order by itself.
         self.order: Callable[[], object] | None = None
         if platform.machine().lower() in _STRONGLY_ORDERED:
             self._lock = threading.Lock()
@@ -352,13 +338,7 @@ def _map(fd: int, size: int, protection: int) -> mmap.mmap:
 
 @final
 class Mapping:
-    """A peer's memory, for reading.
-
-    Attributes:
-        layout: The offsets of its parts.
-        view: The entire memory, the arena included.
-        words: The memory without the arena, as words.
-    """
+    """A peer's memory, for reading."""
 
     def __init__(self, fd: int, layout: OutboxLayout) -> None:
         """Map the memory file ``fd``, which may be closed afterwards.
@@ -367,7 +347,7 @@ class Mapping:
             ProtocolError: No correct peer hands over such a file.
             OSError: This process, or the machine, has too many open files.
         """
-        self.layout = layout
+        self.layout = layout  #: The offsets of its parts.
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
             size = os.fstat(fd).st_size
@@ -381,6 +361,6 @@ class Mapping:
             if is_out_of_descriptors(error):  # a mapping keeps a descriptor of its own
                 raise
             raise ProtocolError(f"the memory file cannot be mapped: {error.strerror}") from error
-        self.view = memoryview(memory)
+        self.view = memoryview(memory)  #: The entire memory, the arena included.
         np.frombuffer(self.view[: layout.prepared_bytes], np.uint8)[::_PAGE].sum()  # as in ``Outbox``
-        self.words = self.view[: layout.total_bytes].cast("Q")
+        self.words = self.view[: layout.total_bytes].cast("Q")  #: The memory without the arena, as words.

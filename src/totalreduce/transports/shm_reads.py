@@ -32,15 +32,11 @@ class _Vector(ctypes.Structure):
 
 @final
 class ProcessReads:
-    """The processes of a host's ranks, as far as this rank can read their memory.
-
-    Attributes:
-        processes: The numbers of the processes whose memory this rank can read, by rank.
-    """
+    """The processes of a host's ranks, as far as this rank can read their memory."""
 
     def __init__(self, rank: int, index: int, outbox: Outbox, *, allowed: bool) -> None:
         """``index``: of this rank in the layout. ``allowed``: whether this rank reads and lets others read at all."""
-        self.processes: dict[int, int] = {}
+        self.processes: dict[int, int] = {}  #: The numbers of the processes whose memory this rank can read, by rank.
         self._rank, self._index, self._outbox = rank, index, outbox
         self._mappings: dict[int, tuple[Mapping, int]] = {}
         self._read = _system_call() if allowed else None

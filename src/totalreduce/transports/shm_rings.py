@@ -55,11 +55,7 @@ def _block(memory: Outbox | Mapping, owner: int, peer: int) -> memoryview:
 
 @final
 class _Loans:
-    """Messages whose bodies the peer reads in this rank's arena.
-
-    Attributes:
-        lent: By number of the loan: its use and the message. Only the thread that moves messages changes it.
-    """
+    """Messages whose bodies the peer reads in this rank's arena."""
 
     __slots__ = ("_free", "_order", "_theirs", "_uses", "lent")
 
@@ -73,6 +69,7 @@ class _Loans:
         """
         self._theirs, self._free, self._order = theirs, list(range(pieces, pieces + LOANS)), order
         self._uses = 0
+        #: By number of the loan: its use and the message. Only the thread that moves messages changes it.
         self.lent: dict[int, tuple[int, Outgoing]] = {}
 
     @property

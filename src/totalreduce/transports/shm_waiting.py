@@ -102,24 +102,18 @@ class Doorbell:
 
 @final
 class Sleep:
-    """This rank's bell, its sleep word, and the epoll object in which all its sockets are registered.
-
-    Attributes:
-        epoll: For the bell and for sockets; level-triggered for sockets.
-        fd: The bell, to be given to the peers.
-        neighbours: The connections that are looked at before sleeping. The tuple is replaced, never changed.
-        sockets_called: Whether a socket is readable. The method that looks at the sockets clears it.
-        watched: Returns whether something else has changed in the memories of the neighbours.
-    """
+    """This rank's bell, its sleep word, and the epoll object in which all its sockets are registered."""
 
     def __init__(self, rank: int, outbox: Outbox, *, spins: bool) -> None:
         """``spins``: there are as many cores as ranks."""
-        self.epoll = select.epoll()
-        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.epoll = select.epoll()  #: For the bell and for sockets; level-triggered for sockets.
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  #: The bell, to be given to the peers.
         # Edge-triggered: every ring is an event of its own, and the counter need not be read.
         self.epoll.register(self.fd, select.EPOLLIN | select.EPOLLET)
+        #: The connections that are looked at before sleeping. The tuple is replaced, never changed.
         self.neighbours: tuple[Neighbour, ...] = ()
-        self.sockets_called = False
+        self.sockets_called = False  #: Whether a socket is readable. The method that looks at the sockets clears it.
+        #: Returns whether something else has changed in the memories of the neighbours.
         self.watched: Callable[[], bool] = lambda: False
         self._full, self._words, self._spins = outbox.fences.full, outbox.words, spins
         self._lock, self._sleepers, self._count = threading.Lock(), 0, 0

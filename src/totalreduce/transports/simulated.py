@@ -25,16 +25,11 @@ __all__ = ["LinkModel", "SimulatedNetwork"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkModel:
-    """The speed of one direction of one link.
+    """The speed of one direction of one link."""
 
-    Attributes:
-        bytes_per_s: Bandwidth.
-        latency_s: From the last byte leaving to the last byte arriving.
-        jitter_s: The largest random addition to the latency, uniform; the order of messages does not change.
-    """
-
-    bytes_per_s: float = 125e6
-    latency_s: float = 50e-6
+    bytes_per_s: float = 125e6  #: Bandwidth.
+    latency_s: float = 50e-6  #: From the last byte leaving to the last byte arriving.
+    #: The largest random addition to the latency, uniform; the order of messages does not change.
     jitter_s: float = 0.0
 
 

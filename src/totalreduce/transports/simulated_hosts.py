@@ -33,38 +33,27 @@ class Clock(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostModel:
-    """The hosts of a job, and what messages cost there.
+    """The hosts of a job, and what messages cost there."""
 
-    Attributes:
-        host_of_rank: The number of each rank's host, from 0.
-        card_bytes_per_s: The bandwidth of a host's network card, in each direction.
-        cores: The number of cores of a host.
-        shared_cores: Whether the hosts are emulated on one machine and share its ``cores``.
-        message_s: Processor seconds that a message takes on each of its two ranks.
-        byte_s: Processor seconds that a byte of a message takes on each of its two ranks.
-        beside_message_s: Processor seconds that a message takes from the other threads of each of its two ranks' hosts:
-            the kernel handles packets in whatever thread runs, and what a woken thread displaces from caches is
-            loaded again.
-        beside_byte_s: The same for a byte of a message.
-        wake_s: Seconds for which a thread that wakes up waits for a core, if all cores are busy and no more threads
-            train than there are cores.
-        crowded_wake_s: The same if twice as many threads train as there are cores. Between and beyond these numbers
-            of threads the wait is on the straight line through both.
-        sharing_loss: The share of a core's time that is lost while several ranks train on it in turns, from 0 to 1.
-        burst_bytes: The number of bytes that a card which was idle for long sends at once, as a token bucket does.
-    """
-
-    host_of_rank: Sequence[int]
-    card_bytes_per_s: float
-    cores: int = 1 << 20
-    shared_cores: bool = False
-    message_s: float = 0.0
-    byte_s: float = 0.0
+    host_of_rank: Sequence[int]  #: The number of each rank's host, from 0.
+    card_bytes_per_s: float  #: The bandwidth of a host's network card, in each direction.
+    cores: int = 1 << 20  #: The number of cores of a host.
+    shared_cores: bool = False  #: Whether the hosts are emulated on one machine and share its ``cores``.
+    message_s: float = 0.0  #: Processor seconds that a message takes on each of its two ranks.
+    byte_s: float = 0.0  #: Processor seconds that a byte of a message takes on each of its two ranks.
+    #: Processor seconds that a message takes from the other threads of each of its two ranks' hosts: the kernel handles
+    #: packets in whatever thread runs, and what a woken thread displaces from caches is loaded again.
     beside_message_s: float = 0.0
-    beside_byte_s: float = 0.0
+    beside_byte_s: float = 0.0  #: The same for a byte of a message.
+    #: Seconds for which a thread that wakes up waits for a core, if all cores are busy and no more threads train than
+    #: there are cores.
     wake_s: float = 0.0
+    #: The same if twice as many threads train as there are cores. Between and beyond these numbers of threads the wait
+    #: is on the straight line through both.
     crowded_wake_s: float = 0.0
+    #: The share of a core's time that is lost while several ranks train on it in turns, from 0 to 1.
     sharing_loss: float = 0.0
+    #: The number of bytes that a card which was idle for long sends at once, as a token bucket does.
     burst_bytes: int = 0
 
 
@@ -170,18 +159,14 @@ class _Idle:
 
 @final
 class Thread:
-    """A thread that does one thing after the other.
-
-    Attributes:
-        busy_s: The processor seconds of all that it was given.
-    """
+    """A thread that does one thing after the other."""
 
     def __init__(self, processor: Processor | _Idle, clock: Clock) -> None:
         """``processor``: the cores on which it runs."""
         self._processor, self._clock = processor, clock
         self._waiting: deque[tuple[float, _Action]] = deque()
         self._is_busy = False
-        self.busy_s = 0.0
+        self.busy_s = 0.0  #: The processor seconds of all that it was given.
 
     def run(self, seconds: float, action: _Action) -> None:
         """Call ``action`` when the thread has had so many seconds of a core, after all that it was given before."""

@@ -82,15 +82,12 @@ def run(
 
 @final
 class _Function:
-    """A function with its state, as a part of the program that is run again (``recovery.runs.Part``).
-
-    Attributes:
-        has_lost: Whether the last call has ended by a loss. Then the state goes back to the last commit, but not before
-            the next call is certain: if the others have ended the job meanwhile, the state is what the function left.
-    """
+    """A function with its state, as a part of the program that is run again (``recovery.runs.Part``)."""
 
     def __init__(self, state: State) -> None:
         self._state, self._progress = state, progress_of(state)
+        #: Whether the last call has ended by a loss. Then the state goes back to the last commit, but not before the
+        #: next call is certain: if the others have ended the job meanwhile, the state is what the function left.
         self.has_lost = False
 
     @property

@@ -54,19 +54,14 @@ class ElasticRun(Run):
 
 @dataclass(slots=True)
 class Progress:
-    """How far the state of this rank is, and where it gets a later one.
+    """How far the state of this rank is, and where it gets a later one."""
 
-    Attributes:
-        version: The version of the state, as it is. Commits raise it, and so does an interrupt, because the state may
-            be later than the last commit then.
-        committed: The version of the last commit, to which ``restore`` goes back.
-        source: The rank with the latest state when the present group was formed.
-        run: The call of the function that is under way; ``None`` outside of ``hvd.elastic.run``.
-    """
-
+    #: The version of the state, as it is. Commits raise it, and so does an interrupt, because the state may be later
+    #: than the last commit then.
     version: int = 0
-    committed: int = 0
-    source: int = 0
+    committed: int = 0  #: The version of the last commit, to which ``restore`` goes back.
+    source: int = 0  #: The rank with the latest state when the present group was formed.
+    #: The call of the function that is under way; ``None`` outside of ``hvd.elastic.run``.
     run: ElasticRun | None = None
 
     def commit(self) -> None:

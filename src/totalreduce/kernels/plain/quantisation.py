@@ -32,17 +32,11 @@ _DIGITS = np.stack([np.arange(256) // 3**digit % 3 - 1 for digit in range(TRITS)
 
 
 class _Blocks(NamedTuple):
-    """Some blocks of equal size.
+    """Some blocks of equal size."""
 
-    Attributes:
-        numbers: The numbers of the blocks.
-        begin: The first element of the first one.
-        shape: The number of blocks, and that of the elements of each.
-    """
-
-    numbers: slice
-    begin: int
-    shape: tuple[int, int]
+    numbers: slice  #: The numbers of the blocks.
+    begin: int  #: The first element of the first one.
+    shape: tuple[int, int]  #: The number of blocks, and that of the elements of each.
 
     def of(self, values: Array) -> Array:
         """Return the elements of these blocks, of the shape (blocks, elements): a view of contiguous memory."""
