@@ -75,6 +75,53 @@ def test_every_gradient_is_applied_once(world_size: int, sync: ServedStrategy) -
             assert max(staleness, default=0) <= 6
 
 
+#: Ranks take steps one after the other: the rank, and its gradient. Rank 2 takes none.
+COURSE = [(0, -1.0), (0, -2.0), (1, -12.0), (0, -4.0)]
+
+
+@pytest.mark.parametrize(
+    ("sync", "expected", "staleness"),
+    [
+        # The gradient of rank 1 is of version 0, behind two updates, and so counts half.
+        (Async(), 1 + 2 + 12 / 2 + 4, {0: 2, 1: 1, 2: 1}),
+        (Async(scale="none"), 1 + 2 + 12 + 4, {0: 2, 1: 1, 2: 1}),
+        (Async(max_staleness=4, scale="none"), 1 + 2 + 12 + 4, {0: 2, 1: 1, 2: 1}),
+        (StaleSynchronous(slack=3), 1 + 2 + 12 + 4, {0: 2, 1: 1, 2: 1}),
+        # Means of two gradients: (1 + 2) / 2 and (12 + 4) / 2. Rank 0 goes on with version 0 after the first.
+        (SoftSync(n=2), 1.5 + 8, {0: 3, 1: 1}),
+        # The gradient of rank 1 comes late, and waits for the next update: (12 + 4) / 2.
+        (Quorum(n=1), 1 + 2 + 8, {0: 3, 2: 1}),
+        (Eager(mode="solo"), 1 + 2 + 8, {0: 3, 2: 1}),
+    ],
+    ids=str,
+)
+def test_gradients_in_a_given_order_have_the_values_of_the_rule(
+    sync: ServedStrategy, expected: float, staleness: dict[int, int]
+) -> None:
+    has_ended = [threading.Event() for _ in COURSE]
+
+    def body(group: Group) -> tuple[set[float], dict[int, int], int]:
+        model = Counting()
+        optimizer = served(group, model, sync)
+        for place, (rank, gradient) in enumerate(COURSE):
+            if rank == group.rank:
+                assert place == 0 or has_ended[place - 1].wait(20)
+                optimizer.zero_grad()
+                model(gradient).backward()
+                optimizer.step()
+                has_ended[place].set()
+        assert has_ended[-1].wait(20)  # rank 2 is behind, and has not finished
+        optimizer.strategy_steps.finish()
+        steps = optimizer.strategy_steps
+        optimizer.close()
+        return set(flat(model).tolist()), dict(steps.staleness), steps.lead
+
+    for parameters, found, lead in run_ranks(3, body):
+        assert parameters == {expected}
+        assert found == staleness
+        assert lead == 3
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_schedule_sees_that_steps_are_taken() -> None:
     def body(group: Group) -> list[float]:
