@@ -129,11 +129,7 @@ def _shipped_code() -> str:
 
 
 def _clear_code() -> None:
-    """Remove the files of compiled code, and say so.
-
-    Raises:
-        ConfigurationError: The folder cannot be used.
-    """
+    """Remove the files of compiled code, and say so. Raises ``ConfigurationError``: the folder cannot be used."""
     from totalreduce.kernels.machine_code import remove_code
 
     before = _compiled_code()

@@ -46,11 +46,7 @@ def examples(
 
 
 def examples_folder() -> Path:
-    """Return the folder of the examples.
-
-    Raises:
-        ConfigurationError: This installation has none.
-    """
+    """Return the folder of the examples. Raises ``ConfigurationError``: this installation has none."""
     for folder in _FOLDERS:
         if (folder / "torch_ddp.py").is_file():
             return folder

@@ -42,11 +42,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def write_document(path: Path | None, document: Mapping[str, Any]) -> None:
-    """Write JSON; without a path nothing is written.
-
-    Raises:
-        ConfigurationError: The file cannot be written.
-    """
+    """Write JSON; without a path nothing is written. Raises ``ConfigurationError``: the file cannot be written."""
     if path is not None:
         write_text(path, "--json", json.dumps(document, indent=1) + "\n")
 

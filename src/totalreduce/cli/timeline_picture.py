@@ -136,11 +136,7 @@ def _bars(spans: Sequence[_Span], rank: int, track: int, begin: int, end: int) -
 
 
 def draw_step(path: Path, picture: StepPicture) -> None:
-    """Draw one picture, with a part for each rank.
-
-    Raises:
-        ConfigurationError: The file cannot be written.
-    """
+    """Draw one picture, with a part for each rank. Raises ``ConfigurationError``: the file cannot be written."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

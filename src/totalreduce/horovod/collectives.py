@@ -463,11 +463,7 @@ def _reduction(
 
 
 def checked_op(op: Any) -> Reduction:
-    """Return the reduction; ``None`` is ``Average``.
-
-    Raises:
-        ConfigurationError: It is no reduction.
-    """
+    """Return the reduction; ``None`` is ``Average``. Raises ``ConfigurationError``: it is no reduction."""
     if op is None:
         return Average
     if isinstance(op, int):  # those of torch are none, but equal their numbers, which mean other reductions here

@@ -185,11 +185,7 @@ class Context:
 
     @property
     def group(self) -> Group:
-        """The group of all ranks.
-
-        Raises:
-            ConfigurationError: There is no job.
-        """
+        """The group of all ranks. Raises ``ConfigurationError``: there is no job."""
         if self._group is None:
             raise ConfigurationError("totalreduce.horovod is not initialised: call hvd.init() first")
         return self._group

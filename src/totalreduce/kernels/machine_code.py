@@ -130,11 +130,7 @@ class NotKeptError(NoCodeError):
 
 
 def _binding() -> Any:
-    """Return LLVM's library.
-
-    Raises:
-        NoCodeError: It is not installed, or cannot be loaded.
-    """
+    """Return LLVM's library. Raises ``NoCodeError``: it is not installed, or cannot be loaded."""
     try:
         return importlib.import_module("llvmlite.binding")
     except Exception as error:  # OSError of a library that does not fit

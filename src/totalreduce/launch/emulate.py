@@ -140,11 +140,7 @@ class EmulatedNetwork:
         self._delay: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        """Make the namespaces and links.
-
-        Raises:
-            ConfigurationError: The system refused; nothing is left behind.
-        """
+        """Make the namespaces and links. Raises ``ConfigurationError``: the system refused (nothing is left behind)."""
         sweep_stale_namespaces()
         self._guard = guarding.Guard()
         try:

@@ -145,11 +145,7 @@ class KeeperProcess:
             return  # the end of its output shows that it has ended
 
     def read(self) -> list[KeeperEvent]:
-        """Return what the keeper has reported since the last call.
-
-        Raises:
-            EOFError: It has ended.
-        """
+        """Return what the keeper has reported since the last call. Raises ``EOFError``: it has ended."""
         try:
             data = os.read(self.output.fileno(), 65536)
         except BlockingIOError:

@@ -86,11 +86,7 @@ def launcher_address(options: HostOptions) -> tuple[str, str]:
 
 
 def read_host_file(path: Path) -> tuple[Host, ...]:
-    """Return the hosts of a file.
-
-    Raises:
-        ConfigurationError: It cannot be read, or has something else in it.
-    """
+    """Return the hosts of a file. Raises ``ConfigurationError``: it cannot be read, or has something else in it."""
     try:
         content = read_named(path, _FILE_BYTES_MAX, is_trusted=True)
     except OSError as error:

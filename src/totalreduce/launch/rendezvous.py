@@ -113,11 +113,7 @@ def _world_of(rank: int, world_size: int) -> World:
 
 
 def open_store(world: World, timeout_s: float) -> Store:
-    """Return the store that all ranks can reach.
-
-    Raises:
-        RendezvousError: It cannot be reached in time.
-    """
+    """Return the store that all ranks can reach. Raises ``RendezvousError``: it cannot be reached in time."""
     if dist.is_available() and dist.is_initialized():
         return dist.distributed_c10d._get_default_store()
     serves = world.rank == 0 and not world.store_is_served

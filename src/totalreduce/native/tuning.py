@@ -110,11 +110,7 @@ def _power_of_two(value: float, lowest: float, highest: float) -> float:
 
 
 def write_settings(config: CoordinationConfig, path: str | Path) -> None:
-    """Store settings, for ``tr.init(coordination=path)``.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Store settings, for ``tr.init(coordination=path)``. Raises ``OSError``: the file cannot be written."""
     document = {"format": _FORMAT, "settings": config.shared()}
     write_named(Path(path), json.dumps(document, indent=2) + "\n")
 

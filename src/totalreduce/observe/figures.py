@@ -95,11 +95,7 @@ class RankFigures:
 
     @classmethod
     def decode(cls, text: bytes) -> RankFigures:
-        """Read a document.
-
-        Raises:
-            ProtocolError: It is too long, or no rank writes such a document.
-        """
+        """Read a document. Raises ``ProtocolError``: it is too long, or no rank writes such a document."""
         if len(text) > DOCUMENT_BYTES_MAX:
             raise ProtocolError(f"figures of a rank have {len(text)} bytes, and at most {DOCUMENT_BYTES_MAX} are read")
         try:

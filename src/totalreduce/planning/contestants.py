@@ -49,11 +49,7 @@ def name_of(text: str) -> str:
 
 
 def parse_contestant(text: str) -> Contestant:
-    """Read a contestant.
-
-    Raises:
-        ConfigurationError: A setting has no value, or the codec is unknown.
-    """
+    """Read a contestant. Raises ``ConfigurationError``: a setting has no value, or the codec is unknown."""
     name, *words = text.strip().split(":")
     settings = parse_settings(text, words)
     return Contestant(text.strip(), name, settings, settings.pop("rate", 1.0))

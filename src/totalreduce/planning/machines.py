@@ -181,11 +181,7 @@ def read_calibration(path: Path) -> Calibration:
 
 
 def write_calibration(path: Path, calibration: Calibration) -> None:
-    """Write a calibration as JSON.
-
-    Raises:
-        ConfigurationError: The file cannot be written.
-    """
+    """Write a calibration as JSON. Raises ``ConfigurationError``: the file cannot be written."""
     try:
         write_named(path, json.dumps(to_document(calibration), indent=1) + "\n")
     except OSError as error:

@@ -35,11 +35,7 @@ class StoreLost(Exception):
 
 
 def connect(address: tuple[str, int], timeout_s: float) -> Store:
-    """Connect to the store of the keeper.
-
-    Raises:
-        RuntimeError, ValueError: It cannot be reached in time.
-    """
+    """Connect to the store of the keeper. Raises ``RuntimeError`` or ``ValueError``: it cannot be reached in time."""
     return TCPStore(*address, None, False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
@@ -72,11 +68,7 @@ class LauncherStore:
 
     @classmethod
     def at(cls, address: tuple[str, int], timeout_s: float) -> LauncherStore:
-        """Connect to the keeper at an address and a port.
-
-        Raises:
-            RecoveryError: It cannot be reached in time.
-        """
+        """Connect to the keeper at an address and a port. Raises ``RecoveryError``: it cannot be reached in time."""
         is_first = True
 
         def open_store(attempt_s: float) -> Store:

@@ -49,11 +49,7 @@ class Policy:
     first_seats: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ConfigurationError: A value is out of range.
-        """
+        """Check the values. Raises ``ConfigurationError``: a value is out of range."""
         checks.rank_limits(self.min_ranks, self.world_size, self.num_seats)
         if not self.first_seats:
             object.__setattr__(self, "first_seats", range(self.world_size))
@@ -81,11 +77,7 @@ class Report:
 
     @classmethod
     def decode(cls, text: str) -> Report:
-        """Read the text of a report.
-
-        Raises:
-            ProtocolError: The text is no report.
-        """
+        """Read the text of a report. Raises ``ProtocolError``: the text is no report."""
         with reading(text, "report") as fields:
             numbers = [number_in(fields[name]) for name in ("seat", "incarnation", "version")]
             has_state = _flag(fields["has_state"])
@@ -139,11 +131,7 @@ class Decision:
 
     @classmethod
     def decode(cls, text: str) -> Decision:
-        """Read the text of a decision.
-
-        Raises:
-            ProtocolError: The text is no decision.
-        """
+        """Read the text of a decision. Raises ``ProtocolError``: the text is no decision."""
         with reading(text, "decision") as fields:
             epoch, version = number_in(fields["epoch"]), number_in(fields["version"])
             members = tuple(

@@ -118,10 +118,6 @@ class RankStates:
 
         If the ranks are others than before, or a copy is lost, new ranks keep the state that they have got from another
         rank, and the present version becomes a point.
-
-        Args:
-            decision: The members of the epoch.
-            has_state: Whether this rank had the state of the job.
         """
         self._replicas.undo()
         seats = self._seats = [member.seat for member in decision.members]

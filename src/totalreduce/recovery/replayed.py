@@ -290,11 +290,7 @@ class ReplayedJob:
     # ----------------------------------------------------------------------------------------------------------- calls
 
     def _live(self) -> Group:
-        """Return the present group.
-
-        Raises:
-            ConfigurationError: The job has not begun, or has ended.
-        """
+        """Return the present group. Raises ``ConfigurationError``: the job has not begun, or has ended."""
         if self._group is None:
             raise ConfigurationError(
                 "this belongs into the body of `with tr.replayed(state, group) as job`: before it, a process that is "

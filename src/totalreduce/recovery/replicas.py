@@ -307,10 +307,6 @@ class OwnState:
 
         A rank that has a copy of a rank that nobody replaces adds the residuals to its own, so that nothing is lost of
         what was accumulated.
-
-        Args:
-            decision: The members of the epoch.
-            has_state: Whether this rank had the state of the job.
         """
         same_size, self._world_size = self._world_size == self._group.world_size, self._group.world_size
         self.vote.prepare()

@@ -65,11 +65,7 @@ class ExchangeWorker:
         self._waiting: dict[int, Job] = {}
 
     def start(self, job: Job) -> None:
-        """Run a job; return at once.
-
-        Raises:
-            GroupClosed: The worker was closed, or this is a forked child.
-        """
+        """Run a job; return at once. Raises ``GroupClosed``: the worker was closed, or this is a forked child."""
         self._home.check()
         with self._lock:
             if self._closed:

@@ -484,11 +484,7 @@ class Connection:
     # ---------------------------------------------------------------------------------------------------- handshake
 
     def connected(self) -> None:
-        """Begin the handshake: the TCP connection is established, or has failed.
-
-        Raises:
-            OSError: It has failed.
-        """
+        """Begin the handshake: the TCP connection is established, or has failed. Raises ``OSError``: it has failed."""
         error = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             raise OSError(error, os.strerror(error))

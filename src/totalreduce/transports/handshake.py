@@ -76,11 +76,7 @@ class Connector:
         self._binding = binding
 
     def feed(self, data: bytes) -> bytes:
-        """Take the CHALLENGE, return the PROOF.
-
-        Raises:
-            AuthenticationError: The acceptor does not know the key.
-        """
+        """Take the CHALLENGE, return the PROOF. Raises ``AuthenticationError``: the acceptor does not know the key."""
         nonce, code = data[:_NONCE_BYTES], data[_NONCE_BYTES:]
         transcript = self._hello + nonce + self._binding
         if not hmac.compare_digest(code, self._identity.code(b"acceptor", transcript)):

@@ -193,11 +193,7 @@ class Fences:
     """Memory fences: other processes see the loads and stores before a fence before those after it."""
 
     def __init__(self) -> None:
-        """Find the fences of this machine.
-
-        Raises:
-            ConfigurationError: There is none.
-        """
+        """Find the fences of this machine. Raises ``ConfigurationError``: there is none."""
         #: Orders a store before a later load, for two ranks that each write a word and then read the other's word.
         self.full: Callable[[], object]
         #: Orders all other loads and stores; ``None`` where the machine keeps that order by itself.
