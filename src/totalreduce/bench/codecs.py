@@ -28,25 +28,15 @@ _COPY = "copy"
 
 @dataclass(frozen=True, slots=True)
 class CodecFigure:
-    """One codec.
+    """One codec."""
 
-    Attributes:
-        codec: Its settings.
-        bits_per_value: The size of the code.
-        error: The root mean square of what the code does not express, divided by that of the values.
-        encode_ns: Nanoseconds for each value, with the residual.
-        decode_ns: Nanoseconds for each value.
-        encode_speed: The time of a copy of the values divided by that of encoding, round by round.
-        decode_speed: The same for decoding.
-    """
-
-    codec: str
-    bits_per_value: float
-    error: float
-    encode_ns: Estimate
-    decode_ns: Estimate
-    encode_speed: Estimate
-    decode_speed: Estimate
+    codec: str  #: Its settings.
+    bits_per_value: float  #: The size of the code.
+    error: float  #: The root mean square of what the code does not express, divided by that of the values.
+    encode_ns: Estimate  #: Nanoseconds for each value, with the residual.
+    decode_ns: Estimate  #: Nanoseconds for each value.
+    encode_speed: Estimate  #: The time of a copy of the values divided by that of encoding, round by round.
+    decode_speed: Estimate  #: The same for decoding.
 
 
 @benchmark("codecs", "totalreduce bench codecs", "totalreduce bench codecs --elements 100M --json out.json")

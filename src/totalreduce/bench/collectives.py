@@ -47,27 +47,17 @@ class CollectivesParameters:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveRow:
-    """One collective of one size on one rank.
+    """One collective of one size on one rank."""
 
-    Attributes:
-        kind: Which collective.
-        size: Bytes of the tensor, or of all blocks of one rank together.
-        count: Elements of the same.
-        contestants: Those that took part.
-        seconds: Of one operation, by contestant and round.
-        bytes_sent: By this rank in one operation, by contestant and round; empty where unknown.
-        cpu_s: Processor time of this rank's process for one operation, by contestant and round; empty where unknown.
-        expected_s: Seconds that the selector expects of every schedule.
-    """
-
-    kind: str
-    size: int
-    count: int
-    contestants: list[Contestant]
-    seconds: list[list[float]]
-    bytes_sent: list[list[float]]
+    kind: str  #: Which collective.
+    size: int  #: Bytes of the tensor, or of all blocks of one rank together.
+    count: int  #: Elements of the same.
+    contestants: list[Contestant]  #: Those that took part.
+    seconds: list[list[float]]  #: Of one operation, by contestant and round.
+    bytes_sent: list[list[float]]  #: By this rank in one operation, by contestant and round; empty where unknown.
+    #: Processor time of this rank's process for one operation, by contestant and round; empty where unknown.
     cpu_s: list[list[float]]
-    expected_s: dict[str, float]
+    expected_s: dict[str, float]  #: Seconds that the selector expects of every schedule.
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,43 +70,27 @@ class CollectivesSamples:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveFigure:
-    """One collective, one size, one contestant.
+    """One collective, one size, one contestant."""
 
-    Attributes:
-        kind: Which collective.
-        size: Bytes of the tensor, or of all blocks of one rank together.
-        count: Elements of the same.
-        peer: The peer; ``shared`` is Total Reduce with tensors of ``Group.empty``.
-        schedule: ``auto``, or the one that was asked for.
-        chosen: The schedule that carried it out; empty for others than Total Reduce.
-        seconds: Time of one operation on the slowest rank.
-        expected_s: Seconds that the selector expects of that schedule; ``None`` for others than Total Reduce.
-        algorithm_bytes_per_s: ``size / seconds``.
-        bus_bytes_per_s: As nccl-tests define it.
-        share_of_rate: Of the nominal rate, for the bytes that must cross the busiest host's link; ``None`` without any.
-        share_of_tcp: Of the goodput of plain TCP streams on the same links in the same run; likewise.
-        gain: The peer's time divided by Total Reduce's own choice, round by round: above 1, Total Reduce is faster.
-        gain_shared: The same beside ``shared``, where that was measured.
-        bytes_sent: By the average rank for one operation, headers included; ``None`` where unknown.
-        cpu_s: Processor time of the average rank for one operation; ``None`` where unknown.
-    """
-
-    kind: str
-    size: int
-    count: int
-    peer: str
-    schedule: str
-    chosen: str
-    seconds: Estimate
+    kind: str  #: Which collective.
+    size: int  #: Bytes of the tensor, or of all blocks of one rank together.
+    count: int  #: Elements of the same.
+    peer: str  #: The peer; ``shared`` is Total Reduce with tensors of ``Group.empty``.
+    schedule: str  #: ``auto``, or the one that was asked for.
+    chosen: str  #: The schedule that carried it out; empty for others than Total Reduce.
+    seconds: Estimate  #: Time of one operation on the slowest rank.
+    #: Seconds that the selector expects of that schedule; ``None`` for others than Total Reduce.
     expected_s: float | None
-    algorithm_bytes_per_s: float
-    bus_bytes_per_s: float
+    algorithm_bytes_per_s: float  #: ``size / seconds``.
+    bus_bytes_per_s: float  #: As nccl-tests define it.
+    #: Of the nominal rate, for the bytes that must cross the busiest host's link; ``None`` without any.
     share_of_rate: float | None
-    share_of_tcp: float | None
+    share_of_tcp: float | None  #: Of the goodput of plain TCP streams on the same links in the same run; likewise.
+    #: The peer's time divided by Total Reduce's own choice, round by round: above 1, Total Reduce is faster.
     gain: Estimate | None
-    gain_shared: Estimate | None
-    bytes_sent: float | None
-    cpu_s: float | None
+    gain_shared: Estimate | None  #: The same beside ``shared``, where that was measured.
+    bytes_sent: float | None  #: By the average rank for one operation, headers included; ``None`` where unknown.
+    cpu_s: float | None  #: Processor time of the average rank for one operation; ``None`` where unknown.
 
 
 @benchmark(

@@ -73,36 +73,23 @@ def _measure(context: Context, kind: OpKind, size: int, dtype: str, contestants:
 
 
 class _Sample(NamedTuple):
-    """One operation on this rank.
+    """One operation on this rank."""
 
-    Attributes:
-        seconds: Its duration.
-        bytes_sent: The bytes that this rank sent; ``None`` where unknown.
-        cpu_s: The processor time of this process, all threads; ``None`` where another process did the work.
-    """
-
-    seconds: float
-    bytes_sent: float | None = None
+    seconds: float  #: Its duration.
+    bytes_sent: float | None = None  #: The bytes that this rank sent; ``None`` where unknown.
+    #: The processor time of this process, all threads; ``None`` where another process did the work.
     cpu_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Factors:
-    """The contents of this rank's tensors, one factor for each block; without a block the rank has no such tensor.
+    """The contents of this rank's tensors, one factor for each block; without a block the rank has no such tensor."""
 
-    Attributes:
-        given: Of the input, where the collective has one.
-        before: Of the output, before the operation.
-        after: Of the output, when it is done.
-        whole: Whether the only block is the whole tensor, not one of as many blocks as there are ranks.
-        additions: How many numbers are added for one element of the output.
-    """
-
-    given: list[int]
-    before: list[int]
-    after: list[int]
-    whole: bool = False
-    additions: int = 1
+    given: list[int]  #: Of the input, where the collective has one.
+    before: list[int]  #: Of the output, before the operation.
+    after: list[int]  #: Of the output, when it is done.
+    whole: bool = False  #: Whether the only block is the whole tensor, not one of as many blocks as there are ranks.
+    additions: int = 1  #: How many numbers are added for one element of the output.
 
 
 def _factors(kind: OpKind, rank: int, size: int) -> _Factors:
@@ -134,20 +121,16 @@ def _factors(kind: OpKind, rank: int, size: int) -> _Factors:
 
 
 class _Case:
-    """One collective of one size: tensors for several operations in a row, and all that can carry it out.
-
-    Attributes:
-        count: Elements of the tensor, or of all blocks of one rank together.
-        num_bytes: Their size.
-    """
+    """One collective of one size: tensors for several operations in a row, and all that can carry it out."""
 
     def __init__(self, context: Context, kind: OpKind, size: int, dtype: torch.dtype) -> None:
         self._context, self._kind, self._dtype = context, kind, dtype
         self._is_root, self._last = context.rank == _ROOT, context.world_size - 1
         self._factors = _factors(kind, context.rank, context.world_size)
         elements = max(1, size // dtype.itemsize)
+        #: Elements of the tensor, or of all blocks of one rank together.
         self.count = elements if self._factors.whole else max(1, elements // (self._last + 1)) * (self._last + 1)
-        self.num_bytes = self.count * dtype.itemsize
+        self.num_bytes = self.count * dtype.itemsize  #: Their size.
         self._times = repetitions(self.num_bytes)
         #: Several operations in a row are short. One before them is not timed, because the ranks leave a barrier at
         #: times that differ by more than one of them takes.

@@ -39,38 +39,25 @@ ALONE = "no exchange"
 
 @dataclass(frozen=True, slots=True)
 class DdpLaunch:
-    """The document that a script has written.
+    """The document that a script has written."""
 
-    Attributes:
-        losses: Of every step.
-        step_s: Seconds of every step, averaged over ranks.
-        backend: Its name in torch.distributed.
-        model: Name of the model.
-        world_size: Number of ranks.
-    """
-
-    losses: list[float]
-    step_s: list[float]
-    backend: str = ""
-    model: str = ""
+    losses: list[float]  #: Of every step.
+    step_s: list[float]  #: Seconds of every step, averaged over ranks.
+    backend: str = ""  #: Its name in torch.distributed.
+    model: str = ""  #: Name of the model.
     world_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DdpFigure:
-    """One back end.
+    """One back end."""
 
-    Attributes:
-        backend: Its name in torch.distributed, or ``ALONE``.
-        seconds: Time of a step: averaged over ranks, median over a launch's steps, estimated over launches.
-        ratio: Total Reduce's step time divided by this back end's, round by round; ``None`` for Total Reduce's own.
-        difference: The largest relative difference of any step's loss from Total Reduce's first launch; 0 for
-            ``ALONE``, whose replicas differ.
-    """
-
-    backend: str
-    seconds: Estimate
+    backend: str  #: Its name in torch.distributed, or ``ALONE``.
+    seconds: Estimate  #: Time of a step: averaged over ranks, median over a launch's steps, estimated over launches.
+    #: Total Reduce's step time divided by this back end's, round by round; ``None`` for Total Reduce's own.
     ratio: Estimate | None
+    #: The largest relative difference of any step's loss from Total Reduce's first launch; 0 for ``ALONE``, whose
+    #: replicas differ.
     difference: float
 
 

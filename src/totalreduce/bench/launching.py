@@ -28,39 +28,26 @@ SHARED = "shared"
 
 
 class BenchmarkFailedError(TotalReduceError):
-    """A worker of a benchmark failed or found a wrong result: there is no figure to report.
-
-    Attributes:
-        exit_code: The exit code of the command: 1, or 128 plus the number of the signal that stopped it.
-    """
+    """A worker of a benchmark failed or found a wrong result: there is no figure to report."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
+        #: The exit code of the command: 1, or 128 plus the number of the signal that stopped it.
         self.exit_code = exit_code
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """The place and the peers of a benchmark.
+    """The place and the peers of a benchmark."""
 
-    Attributes:
-        ranks: Number of worker processes.
-        hosts: Number of emulated hosts; 0: all workers on this machine's loopback.
-        rate: Rate of each emulated host's link, as ``1gbit``.
-        delay_ms: How long a packet travels from one emulated host to another, in addition.
-        against: Other peers in the same run: ``gloo``, ``fifo``, ``openmpi``, ``mpich``.
-        rounds: How often each peer is measured.
-        transport: That of Total Reduce, as for ``totalreduce.init``.
-        mpirun: Where the ``mpirun`` of an MPI is, by peer; those not named are looked for on PATH.
-    """
-
-    ranks: int
-    hosts: int = 0
-    rate: str = "1gbit"
-    delay_ms: float = 0.0
-    against: tuple[str, ...] = ()
-    rounds: int = 1
-    transport: str = "auto"
+    ranks: int  #: Number of worker processes.
+    hosts: int = 0  #: Number of emulated hosts; 0: all workers on this machine's loopback.
+    rate: str = "1gbit"  #: Rate of each emulated host's link, as ``1gbit``.
+    delay_ms: float = 0.0  #: How long a packet travels from one emulated host to another, in addition.
+    against: tuple[str, ...] = ()  #: Other peers in the same run: ``gloo``, ``fifo``, ``openmpi``, ``mpich``.
+    rounds: int = 1  #: How often each peer is measured.
+    transport: str = "auto"  #: That of Total Reduce, as for ``totalreduce.init``.
+    #: Where the ``mpirun`` of an MPI is, by peer; those not named are looked for on PATH.
     mpirun: dict[str, Path] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -139,15 +126,10 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Results(Generic[R]):
-    """The samples of all ranks of a benchmark.
+    """The samples of all ranks of a benchmark."""
 
-    Attributes:
-        ranks: The record that each rank's ``measure`` returned.
-        machine: As rank 0 sees it.
-    """
-
-    ranks: list[R]
-    machine: Machine
+    ranks: list[R]  #: The record that each rank's ``measure`` returned.
+    machine: Machine  #: As rank 0 sees it.
 
     def raw(self) -> list[dict[str, Any]]:
         """Return the records as documents, each with the machine."""

@@ -13,29 +13,19 @@ import totalreduce
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The machine and the versions, as documents have them.
+    """The machine and the versions, as documents have them."""
 
-    Attributes:
-        totalreduce: Version of this package.
-        torch: Version of torch; likewise ``numpy``, ``numba``, ``llvmlite`` and ``python``.
-        system: The operating system.
-        processor: Its model's name.
-        cores: Cores that this process may use.
-        threads_per_rank: Threads of torch in a worker; ``None`` where no workers were started.
-        mpi: Version of each MPI that took part, by peer.
-    """
-
-    totalreduce: str
-    torch: str
+    totalreduce: str  #: Version of this package.
+    torch: str  #: Version of torch; likewise ``numpy``, ``numba``, ``llvmlite`` and ``python``.
     numpy: str
     numba: str
     llvmlite: str
     python: str
-    system: str
-    processor: str
-    cores: int
-    threads_per_rank: int | None = None
-    mpi: dict[str, str] = field(default_factory=dict)
+    system: str  #: The operating system.
+    processor: str  #: Its model's name.
+    cores: int  #: Cores that this process may use.
+    threads_per_rank: int | None = None  #: Threads of torch in a worker; ``None`` where no workers were started.
+    mpi: dict[str, str] = field(default_factory=dict)  #: Version of each MPI that took part, by peer.
 
 
 def describe_machine(*, threads_per_rank: int | None = None, mpi: dict[str, str] | None = None) -> Machine:

@@ -17,15 +17,11 @@ _SAMPLE_S = 300.0
 
 
 class MpiRank:
-    """Asks for one sample at a time and sleeps until it is there.
-
-    Attributes:
-        version: Of the MPI library; empty before ``meet``.
-    """
+    """Asks for one sample at a time and sleeps until it is there."""
 
     def __init__(self, folder: Path, peer: str, rank: int) -> None:
         """Listen; the MPI rank connects when it has started."""
-        self.version = ""
+        self.version = ""  #: Of the MPI library; empty before ``meet``.
         self._folder, self._peer, self._rank = folder, peer, rank
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(folder / f"{peer}.{rank}"))

@@ -17,20 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One bar, and its interval.
+    """One bar, and its interval."""
 
-    Attributes:
-        name: Stands below.
-        height: Of all.
-        low: Lower end of the interval.
-        high: Upper end.
-        parts: Heights of its parts, from below; scaled to ``height``, which may be a median where parts are means.
-    """
-
-    name: str
+    name: str  #: Stands below.
     height: float
-    low: float
-    high: float
+    low: float  #: Lower end of the interval.
+    high: float  #: Upper end.
+    #: Heights of its parts, from below; scaled to ``height``, which may be a median where parts are means.
     parts: dict[str, float] = field(default_factory=dict)
 
 

@@ -67,42 +67,25 @@ class PsParameters:
 
 @dataclass(frozen=True, slots=True)
 class PsSamples:
-    """The samples of one rank.
+    """The samples of one rank."""
 
-    Attributes:
-        seconds: Of every call, by contestant; empty on a rank that only serves.
-        bytes_sent: By this rank, as a worker and as a server, in one call; likewise.
-        kernel_seconds: Of operations on a table in this process alone; on rank 0, else empty.
-        hit_rate: The share of the requests of known keys that a digest was enough for.
-        staleness: How often a pull was so many steps ahead of the slowest worker.
-        waited_s: The seconds for which the program waited in these steps.
-    """
-
-    seconds: dict[str, list[float]]
-    bytes_sent: dict[str, float]
-    kernel_seconds: dict[str, list[float]]
-    hit_rate: float
-    staleness: dict[str, int]
-    waited_s: float
+    seconds: dict[str, list[float]]  #: Of every call, by contestant; empty on a rank that only serves.
+    bytes_sent: dict[str, float]  #: By this rank, as a worker and as a server, in one call; likewise.
+    kernel_seconds: dict[str, list[float]]  #: Of operations on a table in this process alone; on rank 0, else empty.
+    hit_rate: float  #: The share of the requests of known keys that a digest was enough for.
+    staleness: dict[str, int]  #: How often a pull was so many steps ahead of the slowest worker.
+    waited_s: float  #: The seconds for which the program waited in these steps.
 
 
 @dataclass(frozen=True, slots=True)
 class PsFigure:
-    """One contestant.
+    """One contestant."""
 
-    Attributes:
-        what: What was done.
-        seconds: Time of a call, of the slowest rank, median over rounds.
-        keys_per_s: Keys of all ranks for each second and server; of kernels, on one core.
-        bytes_sent: By the average rank in one call; ``None`` for kernels.
-        ratio: The ring's time divided by this; ``None`` where there is no ring.
-    """
-
-    what: str
-    seconds: Estimate
-    keys_per_s: float
-    bytes_sent: float | None
-    ratio: Estimate | None
+    what: str  #: What was done.
+    seconds: Estimate  #: Time of a call, of the slowest rank, median over rounds.
+    keys_per_s: float  #: Keys of all ranks for each second and server; of kernels, on one core.
+    bytes_sent: float | None  #: By the average rank in one call; ``None`` for kernels.
+    ratio: Estimate | None  #: The ring's time divided by this; ``None`` where there is no ring.
 
 
 @benchmark(

@@ -19,19 +19,13 @@ F = TypeVar("F")
 
 @dataclass(frozen=True, slots=True)
 class Table(Generic[F]):
-    """Figures as lines of a table.
+    """Figures as lines of a table."""
 
-    Attributes:
-        title: Stands above the table.
-        columns: Of each column the head, and a function that returns the text of a figure.
-        figures: One record for each line.
-        caption: Stands below the table.
-    """
-
-    title: str
+    title: str  #: Stands above the table.
+    #: Of each column the head, and a function that returns the text of a figure.
     columns: Sequence[tuple[str, Callable[[F], str]]]
-    figures: Sequence[F]
-    caption: str = ""
+    figures: Sequence[F]  #: One record for each line.
+    caption: str = ""  #: Stands below the table.
 
     def print(self) -> None:
         """Print the table to standard output."""
@@ -48,22 +42,14 @@ class Table(Generic[F]):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The results of a command of ``totalreduce bench``.
+    """The results of a command of ``totalreduce bench``."""
 
-    Attributes:
-        tables: Are printed in this order.
-        setting: The sizes, ranks, hosts and rounds.
-        machine: The machine and the versions.
-        figures: Records.
-        raw: All samples.
-        draw: Draws the figures into a file; ``None`` where the command has no picture.
-    """
-
-    tables: Sequence[Table[Any]]
-    setting: Any
-    machine: Machine
-    figures: Any
-    raw: Any
+    tables: Sequence[Table[Any]]  #: Are printed in this order.
+    setting: Any  #: The sizes, ranks, hosts and rounds.
+    machine: Machine  #: The machine and the versions.
+    figures: Any  #: Records.
+    raw: Any  #: All samples.
+    #: Draws the figures into a file; ``None`` where the command has no picture.
     draw: Callable[[Path], None] | None = None
 
     def save(self, name: str, path: Path | None) -> None:

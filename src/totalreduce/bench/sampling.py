@@ -9,19 +9,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A median and the interval that holds the true median with 95 % confidence.
+    """A median and the interval that holds the true median with 95 % confidence."""
 
-    Attributes:
-        median: The figure, in the unit of its samples.
-        low: Lower end of the interval.
-        high: Upper end of the interval.
-        num_samples: With fewer than six the interval is the whole range and promises less than 95 %.
-    """
-
-    median: float
-    low: float
-    high: float
-    num_samples: int
+    median: float  #: The figure, in the unit of its samples.
+    low: float  #: Lower end of the interval.
+    high: float  #: Upper end of the interval.
+    num_samples: int  #: With fewer than six the interval is the whole range and promises less than 95 %.
 
 
 def percentile(samples: Sequence[float], share: float) -> float:

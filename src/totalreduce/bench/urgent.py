@@ -44,16 +44,11 @@ class UrgentParameters:
 
 @dataclass(frozen=True, slots=True)
 class PeerSamples:
-    """One peer on one rank.
+    """One peer on one rank."""
 
-    Attributes:
-        alone_s: Seconds of the bulk alone, by round.
-        loaded_s: Seconds of the bulk with urgent operations, by round.
-        urgent: By round and urgent operation: its latency in seconds, and 1 if the bulk was in flight.
-    """
-
-    alone_s: list[float]
-    loaded_s: list[float]
+    alone_s: list[float]  #: Seconds of the bulk alone, by round.
+    loaded_s: list[float]  #: Seconds of the bulk with urgent operations, by round.
+    #: By round and urgent operation: its latency in seconds, and 1 if the bulk was in flight.
     urgent: list[list[tuple[float, float]]]
 
 
@@ -67,30 +62,18 @@ class UrgentSamples:
 
 @dataclass(frozen=True, slots=True)
 class UrgentFigure:
-    """One peer.
+    """One peer."""
 
-    Attributes:
-        peer: ``totalreduce`` or ``fifo``.
-        num_urgent: Urgent operations that met the bulk in flight on every rank; others do not count.
-        p50_s: Median latency, from a rank's own submission until done; of each operation the slowest rank
-            counts.
-        p99_s: 99th percentile of the same.
-        max_s: The longest.
-        alone_s: The bulk without urgent operations.
-        loaded_s: The bulk with them.
-        bulk_share_of_rate: Share of the nominal rate that the loaded bulk reached; ``None`` where nothing is shaped.
-        bulk_share_of_tcp: Share of the goodput of plain TCP streams in the same run that it reached.
-    """
-
-    peer: str
-    num_urgent: int
-    p50_s: float
-    p99_s: float
-    max_s: float
-    alone_s: Estimate
-    loaded_s: Estimate
+    peer: str  #: ``totalreduce`` or ``fifo``.
+    num_urgent: int  #: Urgent operations that met the bulk in flight on every rank; others do not count.
+    p50_s: float  #: Median latency, from a rank's own submission until done; of each operation the slowest rank counts.
+    p99_s: float  #: 99th percentile of the same.
+    max_s: float  #: The longest.
+    alone_s: Estimate  #: The bulk without urgent operations.
+    loaded_s: Estimate  #: The bulk with them.
+    #: Share of the nominal rate that the loaded bulk reached; ``None`` where nothing is shaped.
     bulk_share_of_rate: float | None
-    bulk_share_of_tcp: float
+    bulk_share_of_tcp: float  #: Share of the goodput of plain TCP streams in the same run that it reached.
 
 
 @benchmark(

@@ -111,15 +111,11 @@ def attempts(
 
 @final
 class _DefaultProcessGroup:
-    """Forms and ends the default process group.
-
-    Attributes:
-        keeper: Keeps what the hooks of DDP keep back.
-    """
+    """Forms and ends the default process group."""
 
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
-        self.keeper: HookStates | None = None
+        self.keeper: HookStates | None = None  #: Keeps what the hooks of DDP keep back.
 
     def form(self, *, store: StoreRank | None = None, **options: Any) -> Group:
         """Form it with the processes that meet in the store, or with those that the launcher names."""

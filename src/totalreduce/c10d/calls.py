@@ -85,20 +85,13 @@ _RANKS_SHOWN = 8
 
 @final
 class Calls:
-    """Submits the calls of one process group.
-
-    Attributes:
-        count: Number of calls so far.
-        timeout: Deadline of calls that name none.
-        place: How messages call the process group behind the number of a call.
-        callbacks: The threads in which futures are completed.
-    """
+    """Submits the calls of one process group."""
 
     def __init__(self, group: Group, timeout: timedelta) -> None:
-        self.count = 0
-        self.timeout = timeout
-        self.place = "of a process group"
-        self.callbacks = Callbacks(f"totalreduce-{group.rank}")
+        self.count = 0  #: Number of calls so far.
+        self.timeout = timeout  #: Deadline of calls that name none.
+        self.place = "of a process group"  #: How messages call the process group behind the number of a call.
+        self.callbacks = Callbacks(f"totalreduce-{group.rank}")  #: The threads in which futures are completed.
         self._group = group
         self._stager = Stager()
 

@@ -79,14 +79,12 @@ class _CarryOut(TorchDispatchMode):
 
     A handle of ours cannot be a result of an operator: C++ does not hold the Python object, and a mode may keep the
     result for long (selective checkpointing returns it in a second call). So a handle of C++ that calls ours is.
-
-    Attributes:
-        works: The handles that are results of operators, and those of ours for which they stand.
     """
 
     def __init__(self, method: Callable[..., Any], name: str, arguments: tuple[Any, ...]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._method, self._name, self._arguments = method, name, arguments
+        #: The handles that are results of operators, and those of ours for which they stand.
         self.works: list[tuple[dist.Work, dist.Work]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

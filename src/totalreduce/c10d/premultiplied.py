@@ -22,11 +22,7 @@ Factor = float | torch.Tensor
 
 
 def factor_of(op: Any) -> Factor:
-    """Return the factor of a PREMUL_SUM.
-
-    Raises:
-        ValueError: The bare ``ReduceOp.PREMUL_SUM``.
-    """
+    """Return the factor of a PREMUL_SUM. Raises ``ValueError``."""
     if not hasattr(op, "op"):  # the member of the enumeration
         raise ValueError("ReduceOp.PREMUL_SUM has no factor: use ReduceOp.PREMUL_SUM(factor)")
     factor: Factor = op.__getstate__()[1]

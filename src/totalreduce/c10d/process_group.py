@@ -64,10 +64,6 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
 
     Methods take what c10d's take: lists and an options object; or single tensors, and the options' most important
     value in their place. All but ``monitored_barrier`` return a work handle at once.
-
-    Attributes:
-        group: The group that carries the operations out; its own methods may be used beside torch's.
-        keeper: Keeps what the hooks of DDP keep back while process groups come and go (``tr.attempts``); or ``None``.
     """
 
     #: ``torch.distributed.monitored_barrier`` recognises the library's process groups by this attribute.
@@ -99,7 +95,8 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
             close_others: Called at the end.
         """
         super().__init__(group.rank, group.world_size)
-        self.group = group
+        self.group = group  #: The group that carries the operations out; its own methods may be used beside torch's.
+        #: Keeps what the hooks of DDP keep back while process groups come and go (``tr.attempts``); or ``None``.
         self.keeper: HookKeeper | None = None
         group.keep_order()  # torch's operations on one tensor follow one another
         self._calls = Calls(group, timeout)

@@ -41,14 +41,10 @@ __all__ = ["Finish", "OperationWork", "as_torch_error", "begin_record", "seconds
 
 @final
 class Record:
-    """One event of torch's profiler, from the submission of an operation to its end, which another thread reports.
-
-    Attributes:
-        ended: Set when the event has ended.
-    """
+    """One event of torch's profiler, from the submission of an operation to its end, which another thread reports."""
 
     def __init__(self, title: str, tensors: Sequence[torch.Tensor]) -> None:
-        self.ended = threading.Event()
+        self.ended = threading.Event()  #: Set when the event has ended.
         handle = torch._C._autograd._record_function_with_args_enter(title, *tensors)
         # Through a future, because that alone carries the profiler's state over to the thread where the event ends.
         self._future: Any = torch.futures.Future()

@@ -80,11 +80,7 @@ def built_in_text() -> str:
 
 
 def read_text(path: Path) -> str:
-    """Read a text to train on; all but the 255 most frequent characters become one.
-
-    Raises:
-        ConfigurationError: Unreadable, too large, not UTF-8, too short, or all the same character.
-    """
+    """Read a text to train on; all but the 255 most frequent characters become one. Raises ``ConfigurationError``."""
     try:
         data = read_named(path, _TEXT_BYTES_MAX)
     except OSError as error:

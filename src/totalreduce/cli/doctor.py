@@ -143,12 +143,7 @@ def _clear_code() -> None:
 
 
 def _launch(ranks: int | None, transport: str, hosts: int | None, rate: str) -> dict[str, Any]:
-    """Examine local workers.
-
-    Raises:
-        ConfigurationError: The numbers do not go together, or emulated hosts are not possible here.
-        Exit: A worker failed; it has said why.
-    """
+    """Examine local workers. Raises ``ConfigurationError``, ``Exit``."""
     ranks = ranks or hosts or 2
     emulate = None
     if hosts is not None:

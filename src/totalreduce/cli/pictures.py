@@ -18,11 +18,7 @@ _DPI = 150
 
 
 def require_matplotlib(path: Path) -> None:
-    """Check that a picture can be drawn, before the work is done of which it is made.
-
-    Raises:
-        ConfigurationError: Another kind of file, or there is no matplotlib.
-    """
+    """Check that a picture can be drawn, before the work is done of which it is made. Raises ``ConfigurationError``."""
     if path.suffix not in _FORMATS:
         raise ConfigurationError(f"--plot writes {', '.join(_FORMATS)}, not {path.name!r}")
     if importlib.util.find_spec("matplotlib") is None:

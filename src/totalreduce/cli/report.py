@@ -48,11 +48,7 @@ def write_document(path: Path | None, document: Mapping[str, Any]) -> None:
 
 
 def write_text(path: Path, option: str, text: str) -> None:
-    """Write the file that an option of the command line names.
-
-    Raises:
-        ConfigurationError: The file cannot be written.
-    """
+    """Write the file that an option of the command line names. Raises ``ConfigurationError``."""
     try:
         write_named(path, text)
     except OSError as error:

@@ -79,11 +79,7 @@ def timeline(
 
 
 def _rank_files(given: Sequence[Path]) -> list[Path]:
-    """The files, and of each folder those of its ranks.
-
-    Raises:
-        ConfigurationError: A folder without timelines, or a file twice.
-    """
+    """The files, and of each folder those of its ranks. Raises ``ConfigurationError``."""
     found: dict[Path, Path] = {}
     for path in given:
         files = [path]

@@ -77,13 +77,11 @@ def step_of(trace: Mapping[str, Any], iteration: int | None = None) -> StepPictu
     """Return the picture of one step: from the beginning of its first operation to the end of its last one.
 
     The operations of steps are those that came most often; what else was going on meanwhile is in the picture, too.
+    Raises ``ConfigurationError``.
 
     Args:
         trace: A trace of ``merged_trace``.
         iteration: The number of times that the operations of the step were submitted before; ``None``: the last one.
-
-    Raises:
-        ConfigurationError: No operation of steps has that iteration.
     """
     names = {
         (event["pid"], event["tid"]): event["args"]["name"]

@@ -50,11 +50,7 @@ def top(
 
 
 def choose_board(job: str | None) -> Board:
-    """Return the folder of a job; see the argument of ``top``.
-
-    Raises:
-        ConfigurationError: There is no such job, or several begin so.
-    """
+    """Return the folder of a job; see the argument of ``top``. Raises ``ConfigurationError``."""
     if job is not None and Path(job).is_dir():
         return Board(Path(job))
     boards = find_boards()

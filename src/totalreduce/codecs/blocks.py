@@ -99,17 +99,11 @@ def pack(indices: Array, values: Array, begin: int, end: int, kind: ValueKind, *
 
 
 class Lists(NamedTuple):
-    """Lists of indices and values, one after the other.
+    """Lists of indices and values, one after the other."""
 
-    Attributes:
-        indices: int32.
-        values: float32: a value for each index, or none.
-        bounds: int64: the beginning of each list, and the end of the last one.
-    """
-
-    indices: Array
-    values: Array
-    bounds: Array
+    indices: Array  #: int32.
+    values: Array  #: float32: a value for each index, or none.
+    bounds: Array  #: int64: the beginning of each list, and the end of the last one.
 
 
 def unpack(block: Array, begin: int, end: int) -> tuple[Array, Array]:
@@ -123,14 +117,11 @@ def unpack(block: Array, begin: int, end: int) -> tuple[Array, Array]:
 
 
 def unpack_all(blocks: Sequence[Array | tuple[Array, Array]], spans: Sequence[tuple[int, int]]) -> Lists:
-    """Decode the indices and values of several blocks, one after the other.
+    """Decode the indices and values of several blocks, one after the other. Raises ``ProtocolError``.
 
     Args:
         blocks: Blocks with values of one kind; or pairs of indices and values, which are copied.
         spans: The range of indices of each block.
-
-    Raises:
-        ProtocolError: A block is damaged, has indices outside its range, or values of another kind.
     """
     headers = [
         (block[0].size, None) if isinstance(block, tuple) else _header(block, end - begin)

@@ -31,15 +31,10 @@ _SEED_BITS = 0x7FFFFFFF
 
 
 class Codec(Protocol):
-    """The settings of a codec, as a frozen dataclass; equal on all ranks. All methods release the GIL.
+    """The settings of a codec, as a frozen dataclass; equal on all ranks. All methods release the GIL."""
 
-    Attributes:
-        name: The codec's name.
-        has_fixed_size: Whether a code always has ``bytes_max`` bytes.
-    """
-
-    name: ClassVar[str]
-    has_fixed_size: ClassVar[bool]
+    name: ClassVar[str]  #: The codec's name.
+    has_fixed_size: ClassVar[bool]  #: Whether a code always has ``bytes_max`` bytes.
 
     @property
     def is_unbiased(self) -> bool:
@@ -109,11 +104,7 @@ class BlockCodec:
         return scales, coded[scale_bytes : scale_bytes + self._code_bytes(count)]
 
     def _parts(self, coded: Array, count: int) -> tuple[Array, Array]:
-        """Return the scales and the codes of a code that came from another rank.
-
-        Raises:
-            ProtocolError: It has another size than a code of ``count`` values, or a scale is not finite.
-        """
+        """Return the scales and the codes of a code that came from another rank. Raises ``ProtocolError``."""
         check_size(coded, self.bytes_max(count))
         scales, codes = self._split(words(coded), count)
         if not (np.abs(scales) <= 2 * quantisation.LIMIT).all():  # means may be rounded up
@@ -122,11 +113,7 @@ class BlockCodec:
 
 
 def check_codec(codec: object) -> None:
-    """Refuse what is neither ``None`` nor a codec.
-
-    Raises:
-        ConfigurationError: For instance it is the name of a codec.
-    """
+    """Refuse what is neither ``None`` nor a codec. Raises ``ConfigurationError``."""
     if codec is not None and (isinstance(codec, type) or not callable(getattr(codec, "bytes_max", None))):
         raise ConfigurationError(f"codec is None or a codec, for instance tr.Int8(), not {codec!r}")
 

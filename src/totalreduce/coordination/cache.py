@@ -36,21 +36,17 @@ def bits_of(mask: int) -> Iterator[int]:
 
 
 class ResponseCache:
-    """An LRU cache whose entries have bits. Deterministic: equal calls make equal caches.
-
-    Attributes:
-        capacity: The largest number of entries; 0 switches the cache off.
-        version: The number of changes of the entries. As long as it is equal, ``classify`` returns the same.
-    """
+    """An LRU cache whose entries have bits. Deterministic: equal calls make equal caches."""
 
     def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+        self.capacity = capacity  #: The largest number of entries; 0 switches the cache off.
         #: By name, least recently used first: bit and response.
         self._entries: OrderedDict[str, tuple[int, Response]] = OrderedDict()
         self._names: dict[int, str] = {}
         self._free: list[int] = []  #: Bits of erased entries, descending: the lowest is used first.
         #: By name: this rank's request when the entry was made, which may differ from those of other ranks.
         self._own: dict[str, Request] = {}
+        #: The number of changes of the entries. As long as it is equal, ``classify`` returns the same.
         self.version = 0
         self._last_use: tuple[int, list[Response]] = (0, [])
 

@@ -50,38 +50,21 @@ class _Phase(enum.Enum):
 
 @dataclass(slots=True)
 class _Cycle:
-    """The cycle under way.
+    """The cycle under way."""
 
-    Attributes:
-        begun_at: The time of its beginning.
-        uncached: Requests of this rank that rank 0 must get.
-        invalid: Bits of the cache entries that are out of date on this rank.
-        bits: The vector of the vote, as far as it is combined.
-        phase: The phase.
-        round: The round of the vote.
-        ready: Bits of the cached operations that are ready on all ranks.
-        has_sent_requests: Whether this rank has sent its requests, and waits for the responses.
-    """
-
-    begun_at: float
-    uncached: list[Request]
-    invalid: int
-    bits: int
+    begun_at: float  #: The time of its beginning.
+    uncached: list[Request]  #: Requests of this rank that rank 0 must get.
+    invalid: int  #: Bits of the cache entries that are out of date on this rank.
+    bits: int  #: The vector of the vote, as far as it is combined.
     phase: _Phase = _Phase.VOTE
-    round: int = 0
-    ready: int = 0
-    has_sent_requests: bool = False
+    round: int = 0  #: The round of the vote.
+    ready: int = 0  #: Bits of the cached operations that are ready on all ranks.
+    has_sent_requests: bool = False  #: Whether this rank has sent its requests, and waits for the responses.
 
 
 @final
 class Cycles:
-    """The cycles of one rank, one after the other.
-
-    Attributes:
-        inbox: Messages of cycles that have arrived, and the number of the cycle.
-        table: On rank 0: the requests that wait for other ranks.
-        agreed: The number of operations on which the ranks have agreed so far. Equal on all ranks between cycles.
-    """
+    """The cycles of one rank, one after the other."""
 
     def __init__(
         self, topology: Topology, submissions: Submissions, timer: CycleTimer, membership: Membership, sender: Sender
@@ -89,10 +72,12 @@ class Cycles:
         self._topology, self._submissions, self._timer = topology, submissions, timer
         self._membership, self._sender = membership, sender
         self._cache, self._counters = submissions.cache, sender.counters
+        #: Messages of cycles that have arrived, and the number of the cycle.
         self.inbox = CycleInbox(topology, submissions.allowances, submissions.cache)
-        self.table = RequestTable(topology.world_size)
+        self.table = RequestTable(topology.world_size)  #: On rank 0: the requests that wait for other ranks.
         self._cycle: _Cycle | None = None
         self._responses = _NONE
+        #: The number of operations on which the ranks have agreed so far. Equal on all ranks between cycles.
         self.agreed = 0
 
     def pop_responses(self) -> list[Response]:

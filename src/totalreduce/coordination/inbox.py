@@ -35,11 +35,7 @@ class CycleInbox:
         self._begun = -1  #: The latest cycle that another rank has announced by ``Kind.BEGIN``.
 
     def add(self, peer: int, kind: Kind, cycle: int, round_: int, body: bytes) -> None:
-        """Keep a message.
-
-        Raises:
-            ProtocolError: A correct peer sends no such message.
-        """
+        """Keep a message. Raises ``ProtocolError``."""
         ahead = cycle - self.number
         if kind is Kind.BEGIN:
             if ahead > 1:

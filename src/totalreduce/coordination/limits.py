@@ -27,17 +27,11 @@ _CYCLE_BYTES_MAX: Final = 32 * 1024 * 1024
 
 
 class RankRequests(NamedTuple):
-    """The requests that one rank sends to rank 0 in one cycle.
-
-    Attributes:
-        rank: The rank.
-        requests: Its requests.
-        joins: Whether the rank announces that it has no more data.
-    """
+    """The requests that one rank sends to rank 0 in one cycle."""
 
     rank: int
     requests: list[Request]
-    joins: bool
+    joins: bool  #: Whether the rank announces that it has no more data.
 
     def to_wire(self) -> list[Any]:
         """Return a JSON-ready form."""
@@ -97,11 +91,7 @@ class Allowances:
         return True
 
     def charge_peer(self, child: int, requests: RankRequests) -> None:
-        """Charge a rank with requests that a child in the tree has sent or passed on.
-
-        Raises:
-            ProtocolError: The requests exceed the rank's allowance.
-        """
+        """Charge a rank with requests that a child in the tree has sent or passed on. Raises ``ProtocolError``."""
         if not self.take(requests.rank, requests.requests):
             passed_on = "" if requests.rank == child else f" (passed on by rank {child})"
             raise ProtocolError(

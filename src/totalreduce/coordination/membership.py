@@ -9,37 +9,26 @@ __all__ = ["Departure", "Membership"]
 
 
 class Departure(NamedTuple):
-    """What one rank knows of a rank that has left.
+    """What one rank knows of a rank that has left."""
 
-    Attributes:
-        reason: The reason for which it has left.
-        at: The time when this rank learned of it, in seconds.
-        carried_out: How many of the operations on which the ranks have agreed it has carried out, from the first one;
-            ``None``: it has not said so.
-    """
-
-    reason: str
-    at: float
+    reason: str  #: The reason for which it has left.
+    at: float  #: The time when this rank learned of it, in seconds.
+    #: How many of the operations on which the ranks have agreed it has carried out, from the first one; ``None``: it
+    #: has not said so.
     carried_out: int | None = None
 
 
 @final
 class Membership:
-    """The ranks that have joined or left, as far as one rank knows.
-
-    Attributes:
-        joined: Ranks that have joined, in the order in which rank 0 heard of it; equal on all ranks between cycles.
-        last_joined: The rank that joined last, once all ranks have joined; ``None`` again after the next ``join`` of
-            this rank.
-        is_joining: Whether this rank has joined, and some rank has not.
-        departed: The ranks that have left.
-    """
+    """The ranks that have joined or left, as far as one rank knows."""
 
     def __init__(self) -> None:
+        #: Ranks that have joined, in the order in which rank 0 heard of it; equal on all ranks between cycles.
         self.joined: tuple[int, ...] = ()
+        #: The rank that joined last, once all ranks have joined; ``None`` again after the next ``join`` of this rank.
         self.last_joined: int | None = None
-        self.is_joining = False
-        self.departed: dict[int, Departure] = {}
+        self.is_joining = False  #: Whether this rank has joined, and some rank has not.
+        self.departed: dict[int, Departure] = {}  #: The ranks that have left.
         self._is_announced = False
 
     @property

@@ -64,11 +64,7 @@ def encode(kind: Kind, cycle: int, round_: int = 0, *, bits: int | None = None, 
 
 
 def split(message: bytes) -> tuple[Kind, int, int, bytes]:
-    """Return the kind, cycle, round and body of a message.
-
-    Raises:
-        ProtocolError: A correct peer sends no such message.
-    """
+    """Return the kind, cycle, round and body of a message. Raises ``ProtocolError``."""
     try:
         kind, round_, cycle = _HEAD.unpack_from(message)
         return Kind(kind), cycle, round_, message[_HEAD.size :]
@@ -77,11 +73,7 @@ def split(message: bytes) -> tuple[Kind, int, int, bytes]:
 
 
 def decode_bits(body: bytes, num_bits_max: int) -> int:
-    """Read a bit vector.
-
-    Raises:
-        ProtocolError: It has more than ``num_bits_max`` bits.
-    """
+    """Read a bit vector. Raises ``ProtocolError``."""
     bits = int.from_bytes(body, "little")
     if bits.bit_length() > num_bits_max:
         raise ProtocolError(f"a bit vector of {bits.bit_length()} bits where {num_bits_max} are known")
@@ -89,11 +81,7 @@ def decode_bits(body: bytes, num_bits_max: int) -> int:
 
 
 def decode_json(body: bytes) -> Any:
-    """Read a JSON value.
-
-    Raises:
-        ProtocolError: The body is no JSON, or its parts would take more than 40 MiB of memory.
-    """
+    """Read a JSON value. Raises ``ProtocolError``."""
     if sum(body.count(sign) * cost for sign, cost in _PART_BYTES) > _VALUE_BYTES_MAX:
         raise ProtocolError(f"a message of the agreement that takes more than {_VALUE_BYTES_MAX >> 20} MiB of memory")
     try:

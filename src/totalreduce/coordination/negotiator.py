@@ -186,11 +186,7 @@ class Negotiator:
     # ----------------------------------------------------------------------------------------------------- messages
 
     def receive(self, peer: int, message: bytes, now: float) -> None:
-        """Read a message of another rank.
-
-        Raises:
-            ProtocolError: A correct peer sends no such message.
-        """
+        """Read a message of another rank. Raises ``ProtocolError``."""
         if self.ended is not None:
             return
         kind, cycle, round_, body = split(message)

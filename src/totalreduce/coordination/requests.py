@@ -38,39 +38,25 @@ _NUMBER_MAX: Final = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The description of an operation that one rank has submitted.
+    """The description of an operation that one rank has submitted."""
 
-    Attributes:
-        name: Equal on all ranks, unique while in flight.
-        kind: The collective.
-        dtype: As torch writes it, without ``torch.``.
-        itemsize: Bytes of one element.
-        shape: Shape of this rank's tensor.
-        device: Kind of device: ``cpu``, ``cuda``.
-        reduction: ``sum``, ``avg``, ``min``, ``adasum`` and so on; empty where nothing is reduced.
-        root: The root of a broadcast, reduce, gather or scatter.
-        prescale: Factor before the reduction.
-        postscale: Factor after it.
-        splits: Of an alltoall: rows for each rank. Of a gather or scatter, on the root: rows from or for each rank.
-        batch: Name and number of the operations that are carried out together with this one, all or none of them.
-        cached: Whether ranks remember the response; not for names that are used once.
-        priority: Of operations that are ready at the same time, the one with the smaller number goes first. Ranks may
-            differ: the priority of the first rank counts, and a cached response keeps it.
-    """
-
-    name: str
-    kind: OpKind
-    dtype: str = ""
-    itemsize: int = 0
-    shape: tuple[int, ...] = ()
-    device: str = "cpu"
-    reduction: str = ""
-    root: int = 0
-    prescale: float = 1.0
-    postscale: float = 1.0
+    name: str  #: Equal on all ranks, unique while in flight.
+    kind: OpKind  #: The collective.
+    dtype: str = ""  #: As torch writes it, without ``torch.``.
+    itemsize: int = 0  #: Bytes of one element.
+    shape: tuple[int, ...] = ()  #: Shape of this rank's tensor.
+    device: str = "cpu"  #: Kind of device: ``cpu``, ``cuda``.
+    reduction: str = ""  #: ``sum``, ``avg``, ``min``, ``adasum`` and so on; empty where nothing is reduced.
+    root: int = 0  #: The root of a broadcast, reduce, gather or scatter.
+    prescale: float = 1.0  #: Factor before the reduction.
+    postscale: float = 1.0  #: Factor after it.
+    #: Of an alltoall: rows for each rank. Of a gather or scatter, on the root: rows from or for each rank.
     splits: tuple[int, ...] = ()
+    #: Name and number of the operations that are carried out together with this one, all or none of them.
     batch: tuple[str, int] | None = None
-    cached: bool = True
+    cached: bool = True  #: Whether ranks remember the response; not for names that are used once.
+    #: Of operations that are ready at the same time, the one with the smaller number goes first. Ranks may differ: the
+    #: priority of the first rank counts, and a cached response keeps it.
     priority: int = field(default=0, compare=False)
 
     def __eq__(self, other: object) -> bool:
@@ -161,11 +147,7 @@ class Request:
 
     @classmethod
     def from_wire(cls, fields: Any) -> Request:
-        """Read the form that ``to_wire`` returns.
-
-        Raises:
-            ProtocolError: A correct peer sends no such form.
-        """
+        """Read the form that ``to_wire`` returns. Raises ``ProtocolError``."""
         try:
             name, kind, dtype, itemsize, shape, device, reduction, root, scales, splits, *rest = fields
             batch, cached, priority = rest
@@ -206,16 +188,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """The error that every rank raises for an operation that is not carried out.
+    """The error that every rank raises for an operation that is not carried out."""
 
-    Attributes:
-        tensor: The name of the operation; in a group of operations the one that is at fault.
-        sets: Sets of ranks with equal requests, by their first ranks.
-        values: A description of each set's request; empty if requests are equal but some ranks have joined.
-    """
-
-    tensor: str
-    sets: tuple[tuple[int, ...], ...]
+    tensor: str  #: The name of the operation; in a group of operations the one that is at fault.
+    sets: tuple[tuple[int, ...], ...]  #: Sets of ranks with equal requests, by their first ranks.
+    #: A description of each set's request; empty if requests are equal but some ranks have joined.
     values: tuple[str, ...] = ()
 
     def error(self) -> TotalReduceError:
@@ -231,22 +208,16 @@ class Disagreement:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """The decision about one operation, equal on all ranks.
+    """The decision about one operation, equal on all ranks."""
 
-    Attributes:
-        request: The request of the first rank that has data.
-        rows: By rank: the rows of its part (allgather, gather, scatter), or its rows for every rank (alltoall).
-        error: The reason why the operation is not carried out; ``None`` if it is.
-        joined: Ranks that take part with neutral elements.
-        fusion_key: Responses with equal keys can be carried out together; ``None``: this one is carried out alone.
-        fusion_bytes: The size that counts against the limit of fused operations; 0 without a key.
-    """
-
-    request: Request
+    request: Request  #: The request of the first rank that has data.
+    #: By rank: the rows of its part (allgather, gather, scatter), or its rows for every rank (alltoall).
     rows: tuple[tuple[int, ...], ...] = ()
-    error: Disagreement | None = None
-    joined: tuple[int, ...] = ()
+    error: Disagreement | None = None  #: The reason why the operation is not carried out; ``None`` if it is.
+    joined: tuple[int, ...] = ()  #: Ranks that take part with neutral elements.
+    #: Responses with equal keys can be carried out together; ``None``: this one is carried out alone.
     fusion_key: tuple[object, ...] | None = field(init=False, compare=False, repr=False)
+    #: The size that counts against the limit of fused operations; 0 without a key.
     fusion_bytes: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -288,11 +259,7 @@ class Response:
 
     @classmethod
     def from_wire(cls, fields: Any) -> Response:
-        """Read the form that ``to_wire`` returns.
-
-        Raises:
-            ProtocolError: A correct peer sends no such form.
-        """
+        """Read the form that ``to_wire`` returns. Raises ``ProtocolError``."""
         try:
             request, rows, error, joined = fields
             disagreement = None

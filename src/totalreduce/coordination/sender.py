@@ -10,40 +10,25 @@ __all__ = ["NegotiationCounters", "Sender"]
 
 @dataclass(slots=True)
 class NegotiationCounters:
-    """The work of one rank so far.
-
-    Attributes:
-        cycles: Cycles.
-        slow_cycles: Cycles in which requests were gathered.
-        messages: Messages that this rank has sent.
-        bytes: Bytes of these messages.
-        hits: Operations that became ready by the response cache alone.
-        misses: Requests that this rank has sent to rank 0.
-        invalid: Cache entries that were out of date.
-    """
+    """The work of one rank so far."""
 
     cycles: int = 0
-    slow_cycles: int = 0
-    messages: int = 0
-    bytes: int = 0
-    hits: int = 0
-    misses: int = 0
-    invalid: int = 0
+    slow_cycles: int = 0  #: Cycles in which requests were gathered.
+    messages: int = 0  #: Messages that this rank has sent.
+    bytes: int = 0  #: Bytes of these messages.
+    hits: int = 0  #: Operations that became ready by the response cache alone.
+    misses: int = 0  #: Requests that this rank has sent to rank 0.
+    invalid: int = 0  #: Cache entries that were out of date.
 
 
 @final
 class Sender:
-    """Collects the messages of one rank for the caller of the negotiator, who sends them.
-
-    Attributes:
-        outbox: The messages, each with the rank that gets it.
-        counters: The work of this rank so far.
-    """
+    """Collects the messages of one rank for the caller of the negotiator, who sends them."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._peers = [peer for peer in range(world_size) if peer != rank]
-        self.counters = NegotiationCounters()
-        self.outbox: list[tuple[int, bytes]] = []
+        self.counters = NegotiationCounters()  #: The work of this rank so far.
+        self.outbox: list[tuple[int, bytes]] = []  #: The messages, each with the rank that gets it.
 
     def send(self, peer: int, message: bytes) -> None:
         """Send a message to one rank."""

@@ -25,36 +25,22 @@ _NAMES_MAX = 64
 
 @dataclass(slots=True)
 class WaitingOperation:
-    """An operation that this rank has submitted and on which the ranks have not agreed.
+    """An operation that this rank has submitted and on which the ranks have not agreed."""
 
-    Attributes:
-        request: The description that the other ranks get.
-        since: Time of the submission.
-        where: The line of the program, as ``str`` shows it.
-    """
-
-    request: Request
-    since: float
-    where: object
+    request: Request  #: The description that the other ranks get.
+    since: float  #: Time of the submission.
+    where: object  #: The line of the program, as ``str`` shows it.
 
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A report of an operation that is late.
+    """A report of an operation that is late."""
 
-    Attributes:
-        tensor: The name of the operation.
-        waited_s: Seconds since this rank, or the rank that asks, has submitted it.
-        missing: Ranks that have not submitted it.
-        silent: Ranks that have not answered.
-        where: The line of the program that submitted it.
-    """
-
-    tensor: str
-    waited_s: float
-    missing: tuple[int, ...]
-    silent: tuple[int, ...]
-    where: str
+    tensor: str  #: The name of the operation.
+    waited_s: float  #: Seconds since this rank, or the rank that asks, has submitted it.
+    missing: tuple[int, ...]  #: Ranks that have not submitted it.
+    silent: tuple[int, ...]  #: Ranks that have not answered.
+    where: str  #: The line of the program that submitted it.
 
     def error(self) -> StallError:
         """Return the exception that ends the agreement."""
@@ -84,19 +70,12 @@ class Stall:
 
 @dataclass(slots=True)
 class _Inquiry:
-    """A question to all other ranks.
+    """A question to all other ranks."""
 
-    Attributes:
-        asked_at: Time of the question.
-        names: The late operations.
-        answered: Ranks that have answered.
-        submitted: By name: ranks that have submitted the operation.
-    """
-
-    asked_at: float
-    names: list[str]
-    answered: set[int] = field(default_factory=set)
-    submitted: dict[str, set[int]] = field(default_factory=dict)
+    asked_at: float  #: Time of the question.
+    names: list[str]  #: The late operations.
+    answered: set[int] = field(default_factory=set)  #: Ranks that have answered.
+    submitted: dict[str, set[int]] = field(default_factory=dict)  #: By name: ranks that have submitted the operation.
 
 
 class StallInspector:

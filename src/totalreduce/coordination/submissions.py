@@ -37,11 +37,7 @@ class Submissions:
         self._hits_version = 0  #: ... in this version; -1 if it has not.
 
     def add(self, requests: Sequence[Request], now: float, where: object) -> None:
-        """Note that this rank has submitted operations (see ``Negotiator.submit``).
-
-        Raises:
-            ConfigurationError: Too many operations wait; nothing was noted.
-        """
+        """Note that this rank has submitted operations (see ``Negotiator.submit``). Raises ``ConfigurationError``."""
         if not self.allowances.take(self._rank, requests):
             raise ConfigurationError(
                 f"rank {self._rank} has {len(self.waiting)} operations on which the ranks have not agreed yet, and "

@@ -36,19 +36,12 @@ _LINE: Final = 64
 
 
 class StageClass(NamedTuple):
-    """Stages of one length.
+    """Stages of one length."""
 
-    Attributes:
-        stage_bytes: The length of a stage.
-        first: The number of the first one.
-        stop: The number after that of the last one.
-        at: The offset of the first one from the beginning of the stages.
-    """
-
-    stage_bytes: int
-    first: int
-    stop: int
-    at: int
+    stage_bytes: int  #: The length of a stage.
+    first: int  #: The number of the first one.
+    stop: int  #: The number after that of the last one.
+    at: int  #: The offset of the first one from the beginning of the stages.
 
 
 def _classes(*stages: tuple[int, int]) -> tuple[StageClass, ...]:
@@ -78,13 +71,9 @@ BOARD_BYTES: Final = ENTRIES * exchange.ENTRY_BYTES + sum(
 
 @dataclass(frozen=True, slots=True)
 class BoardLayout:
-    """The offsets in a memory whose board begins at ``board_at``.
+    """The offsets in a memory whose board begins at ``board_at``."""
 
-    Attributes:
-        board_at: Where the board begins, with its entries.
-    """
-
-    board_at: int
+    board_at: int  #: Where the board begins, with its entries.
 
     @property
     def stages_at(self) -> int:

@@ -14,13 +14,9 @@ _ASKED_MAX: Final = 16
 
 
 class StageUser(Protocol):
-    """What has a stage: the record of the last operation of a name.
+    """What has a stage: the record of the last operation of a name."""
 
-    Attributes:
-        stage: The number of the stage that it has; ``None`` if it has none.
-    """
-
-    stage: int | None
+    stage: int | None  #: The number of the stage that it has; ``None`` if it has none.
 
     @property
     def is_over(self) -> bool:

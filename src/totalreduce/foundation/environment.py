@@ -200,10 +200,7 @@ def read_job_key(env: Mapping[str, str] | None = None) -> bytes | None:
     """Return the key by which ranks prove that they belong to one job; ``None`` if there is none.
 
     ``TOTALREDUCE_JOB_KEY`` goes before ``TOTALREDUCE_JOB_KEY_FILE``. Either holds hexadecimal digits or any text; white
-    space around it does not count.
-
-    Raises:
-        ConfigurationError: The file cannot be read, or is empty.
+    space around it does not count. Raises ``ConfigurationError``.
     """
     env = _present(env)
     if "TOTALREDUCE_JOB_KEY" in env:
@@ -234,13 +231,10 @@ def read_settings(env: Mapping[str, str] | None = None) -> Settings:
 
 
 def working_folder() -> str:
-    """Return the present folder by the user's name for it.
+    """Return the present folder by the user's name for it. Raises ``ConfigurationError``.
 
     The kernel's name has no symbolic links; the user's, which shells keep in ``PWD``, has those that the user went
     through. On other hosts the same folder may have the user's name only, for instance with automounted homes.
-
-    Raises:
-        ConfigurationError: The folder was removed.
     """
     try:
         physical = os.getcwd()

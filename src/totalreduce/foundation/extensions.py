@@ -42,11 +42,7 @@ class Extensions(Mapping[str, T], Generic[T]):
         self._names: tuple[str, ...] | None = None
 
     def __getitem__(self, name: str) -> T:
-        """Return an item.
-
-        Raises:
-            ConfigurationError: The name is not known, or the other package's module cannot be imported.
-        """
+        """Return an item. Raises ``ConfigurationError``."""
         item = self._items.get(name)
         if item is not None:
             return item
@@ -89,11 +85,7 @@ class Extensions(Mapping[str, T], Generic[T]):
         return sorted((self._items.keys() | self._entries().keys()) - self._built_in)
 
     def add(self, name: str, item: T) -> None:
-        """Add an item for this process.
-
-        Raises:
-            ConfigurationError: The name is taken, or the item has the wrong type.
-        """
+        """Add an item for this process. Raises ``ConfigurationError``."""
         if name in self:
             raise ConfigurationError(f"there is a {self._kind} called {name!r} already; choose another name")
         self._items[name] = self._check(name, item)

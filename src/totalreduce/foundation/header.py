@@ -163,11 +163,7 @@ def _schedule_number(name: str) -> int:
 
 
 def declare_schedule(name: str) -> None:
-    """Make the name of a schedule known, so that packed signatures can be described.
-
-    Raises:
-        ConfigurationError: Another schedule's name has the same hash.
-    """
+    """Make the name of a schedule known, so that packed signatures can be described. Raises ``ConfigurationError``."""
     known = _SCHEDULE_NAMES.setdefault(_schedule_number(name), name)
     if known != name:
         raise ConfigurationError(f"the schedule names {name!r} and {known!r} have the same hash; rename one")

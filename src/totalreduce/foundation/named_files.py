@@ -25,15 +25,12 @@ _FLAGS = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 @contextlib.contextmanager
 def reading(path: Path, *, is_trusted: bool = False) -> Iterator[io.BufferedReader]:
-    """Yield a file, open for reading. Links are followed: what they lead to counts.
+    """Yield a file, open for reading. Links are followed: what they lead to counts. Raises ``OSError``.
 
     Args:
         path: The path.
         is_trusted: Its content decides what is run, or who may take part: it counts only if this user or root owns it,
             and nobody else may write to it.
-
-    Raises:
-        OSError: It cannot be opened, is no file, or somebody else may have written a trusted one (EPERM).
     """
     with open(os.open(path, os.O_RDONLY | _FLAGS), "rb") as file:
         found = os.fstat(file.fileno())
@@ -47,11 +44,7 @@ def reading(path: Path, *, is_trusted: bool = False) -> Iterator[io.BufferedRead
 
 
 def read_named(path: Path, bytes_max: int, *, is_trusted: bool = False) -> bytes:
-    """Return the content of a file of at most ``bytes_max`` bytes.
-
-    Raises:
-        OSError: As ``reading``; or it has more bytes (EFBIG).
-    """
+    """Return the content of a file of at most ``bytes_max`` bytes. Raises ``OSError``."""
     with reading(path, is_trusted=is_trusted) as file:
         is_longer = os.fstat(file.fileno()).st_size > bytes_max
         content = b"" if is_longer else file.read(bytes_max + 1)  # it may grow, and files of /proc have no size

@@ -57,15 +57,12 @@ def digest_of(sources: Iterable[Path]) -> str:
 
 
 def find_library(folder: Path, name: str, sources: Iterable[Path]) -> ShippedLibrary:
-    """Return the library of a function for this processor.
+    """Return the library of a function for this processor. Raises ``NoShippedCodeError``.
 
     Args:
         folder: Where the libraries and the manifest are.
         name: The name of the function.
         sources: The files from which it is compiled.
-
-    Raises:
-        NoShippedCodeError: There is none, or it is not of these sources, or damaged, or for other processors.
     """
     try:
         manifest = json.loads((folder / _MANIFEST).read_bytes())

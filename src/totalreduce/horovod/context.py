@@ -91,11 +91,7 @@ class Members:
 
     @property
     def coordinator(self) -> Coordinator:
-        """Carries out collectives that come in any order.
-
-        Raises:
-            ConfigurationError: The group is not formed yet.
-        """
+        """Carries out collectives that come in any order. Raises ``ConfigurationError``."""
         if self.formed is None:
             raise ConfigurationError(_NOT_FORMED)
         return self.formed
@@ -106,11 +102,7 @@ class Members:
         return isinstance(self.coordinator.natives, EngineCollectives)
 
     def root(self, rank: int) -> int:
-        """Return the index of a root in the set, given its rank in the job.
-
-        Raises:
-            ConfigurationError: It is no member.
-        """
+        """Return the index of a root in the set, given its rank in the job. Raises ``ConfigurationError``."""
         if rank not in self.ranks:
             raise ConfigurationError(
                 f"root_rank {rank} is not among the process set's ranks {list(self.ranks)} (roots are ranks of the job)"
@@ -377,11 +369,7 @@ class Context:
         return members
 
     def declared(self, process_set: ProcessSet) -> Members:
-        """Return the members of a process set, whose group need not be formed yet.
-
-        Raises:
-            ConfigurationError: There is no job, the set is not registered, or this process is no member.
-        """
+        """Return the members of a process set, whose group need not be formed yet. Raises ``ConfigurationError``."""
         members = self._members.get(self.number(process_set))
         if members is None:
             raise ConfigurationError(f"rank {self.group.rank} is not a member of {process_set}")
@@ -402,11 +390,7 @@ class Context:
                 del members.optimizers[name]
 
     def number(self, process_set: ProcessSet) -> int:
-        """Return the id of a process set.
-
-        Raises:
-            ConfigurationError: There is no job, or the set is not registered.
-        """
+        """Return the id of a process set. Raises ``ConfigurationError``."""
         self.group  # noqa: B018  (raises)
         if not isinstance(process_set, ProcessSet):
             raise ConfigurationError(f"process_set is a ProcessSet, not {process_set!r:.60}")

@@ -195,11 +195,7 @@ def load(function: CompiledFunction) -> Loaded:
 
 
 def load_shipped(function: CompiledFunction) -> Loaded:
-    """Load a function that the package carries.
-
-    Raises:
-        NoShippedCodeError: It carries none that can be used here; the text says why.
-    """
+    """Load a function that the package carries. Raises ``NoShippedCodeError``."""
     found = find_library(SHIPPED, function.name, function.sources)
     try:
         library = ctypes.CDLL(str(found.path))
@@ -230,11 +226,7 @@ def digest_of_machine() -> hashlib.blake2b:
 
 
 def code_folder() -> Path:
-    """Return the folder of compiled code, among the files of this user that can be made again.
-
-    Raises:
-        OSError: The user has no home.
-    """
+    """Return the folder of compiled code, among the files of this user that can be made again. Raises ``OSError``."""
     folder = cache_folder()
     if folder is None:
         raise OSError(errno.ENOENT, "this user has no home, and XDG_CACHE_HOME is not set")

@@ -52,11 +52,7 @@ def host_identity() -> str:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the interface that has this IPv4 address (Linux).
-
-    Raises:
-        ConfigurationError: No interface has it.
-    """
+    """Return the name of the interface that has this IPv4 address (Linux). Raises ``ConfigurationError``."""
     for _, name in socket.if_nameindex():
         try:
             found = _address_of(name)

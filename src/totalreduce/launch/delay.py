@@ -72,7 +72,7 @@ class DelayLine:
 
 
 def start_delay(prefix: Sequence[str], names: Sequence[tuple[str, str]], delay_s: float) -> subprocess.Popen[bytes]:
-    """Start the process of a network's delayed links; return when its devices exist.
+    """Start the process of a network's delayed links; return when its devices exist. Raises ``OSError``.
 
     The process ends when its standard input ends, as it does when the launcher ends in any way.
 
@@ -80,9 +80,6 @@ def start_delay(prefix: Sequence[str], names: Sequence[tuple[str, str]], delay_s
         prefix: The command that runs another one in the namespace of the bridge.
         names: Two devices of each link.
         delay_s: The delay of a link, in seconds.
-
-    Raises:
-        OSError: The devices cannot be made.
     """
     pairs = [f"{one},{other}" for one, other in names]
     process = subprocess.Popen(

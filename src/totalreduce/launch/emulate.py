@@ -72,11 +72,7 @@ class EmulateOptions:
 
 
 def rate_bits_per_s(rate: str) -> float:
-    """Return a rate in ``tc``'s notation as bits per second: ``1gbit`` is 1e9.
-
-    Raises:
-        ConfigurationError: It is not a positive number followed by ``kbit``, ``mbit`` or ``gbit``.
-    """
+    """Return a rate in ``tc``'s notation as bits per second: ``1gbit`` is 1e9. Raises ``ConfigurationError``."""
     match = _RATE.fullmatch(rate)
     if match is None or float(match[1]) <= 0:
         raise ConfigurationError(f"a rate is a number with kbit, mbit or gbit, such as 1gbit, not {rate!r}")

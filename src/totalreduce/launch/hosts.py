@@ -39,11 +39,7 @@ class Host:
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Return the hosts of ``node0:4,node1:4``. A host without a number has one slot.
-
-    Raises:
-        ConfigurationError: The list is empty, or has something else in it.
-    """
+    """Return the hosts of ``node0:4,node1:4``. A host without a number has one slot. Raises ``ConfigurationError``."""
     words = [word.strip() for word in text.split(",")]
     found = [_WORD.fullmatch(word) for word in words]
     for word, match in zip(words, found, strict=True):

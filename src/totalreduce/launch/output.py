@@ -297,11 +297,7 @@ class _Files(OutputSink):
 
 
 def open_sink(output: Output, num_workers: int, streams: Streams) -> OutputSink:
-    """Return the sink for an output mode.
-
-    Raises:
-        ConfigurationError: The mode is unknown, or the folder cannot be written.
-    """
+    """Return the sink for an output mode. Raises ``ConfigurationError``."""
     if isinstance(output, Path):
         return _Files(num_workers, streams, output)
     modes = {"all": _Marked, "rank0": _RankZero, "capture": _Captured}

@@ -64,11 +64,7 @@ def is_this_host(name: str) -> bool:
 
 
 def launcher_address(options: HostOptions) -> tuple[str, str]:
-    """Return the address at which workers reach this host, and how it was found.
-
-    Raises:
-        ConfigurationError: None of the hosts has an address here.
-    """
+    """Return the address at which workers reach this host, and how it was found. Raises ``ConfigurationError``."""
     if options.address is not None:
         return options.address, "--address"
     others = [host for host in options.hosts if not is_this_host(host.name)]

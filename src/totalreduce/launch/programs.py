@@ -18,14 +18,11 @@ _PYTHON = ("python", "pypy")
 
 
 def send_to_program(leader: int, number: int) -> None:
-    """Send a signal to the program that a process group runs.
+    """Send a signal to the program that a process group runs. Raises ``ProcessLookupError``.
 
     The program is the first Python process on each way down from the leader. Processes above it get the signal if they
     handle it, as a shell script does with ``trap``; else they wait for the end of the program. A group without a Python
     process gets the signal as a whole, as if a terminal had sent it.
-
-    Raises:
-        ProcessLookupError: The group has ended.
     """
     if _is_python(leader):  # nearly always
         os.kill(leader, number)

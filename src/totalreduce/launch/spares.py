@@ -101,9 +101,7 @@ class Spares:
 def await_seat() -> None:
     """If this process is a spare, wait for a seat, and take its variables into the environment.
 
-    Raises:
-        SystemExit: The job has ended without need of this process.
-        ConfigurationError: Standard input is not the launcher's.
+    Raises ``SystemExit``, ``ConfigurationError``.
     """
     kind = current().get(SPARE)
     if kind not in (_PROGRAM, _SERVER):

@@ -137,7 +137,7 @@ class Worker:
         host: str = "localhost",
         has_input: bool = False,
     ) -> None:
-        """Start the worker.
+        """Start the worker. Raises ``ConfigurationError``.
 
         Args:
             rank: Its rank.
@@ -147,9 +147,6 @@ class Worker:
             stderr: Where its standard error goes.
             host: The name of its host.
             has_input: Whether it has a standard input, for ``give``.
-
-        Raises:
-            ConfigurationError: The command cannot be started.
         """
         try:
             self.process = subprocess.Popen(

@@ -37,11 +37,7 @@ class Reduction:
 
 
 def check_tensor(tensor: torch.Tensor, *, on_cpu: bool) -> None:
-    """Check that the library can use a tensor where it lies.
-
-    Raises:
-        UnsupportedError: The tensor is not contiguous, not strided, or not on the CPU where it must be.
-    """
+    """Check that the library can use a tensor where it lies. Raises ``UnsupportedError``."""
     if tensor.layout is not torch.strided or not tensor.is_contiguous():
         raise UnsupportedError("native collectives take contiguous tensors: call .contiguous() first")
     if on_cpu and tensor.device.type != "cpu":
@@ -64,16 +60,13 @@ def check_parts(gathered: torch.Tensor, part: torch.Tensor, world_size: int) -> 
 def reduction_for(
     tensor: torch.Tensor, op: ReduceOp, world_size: int, *, wider: Mapping[torch.dtype, torch.dtype]
 ) -> Reduction:
-    """Return how a library reduces ``tensor`` that has neither averages nor ``bool``.
+    """Return how a library reduces ``tensor`` that has neither averages nor ``bool``. Raises ``UnsupportedError``.
 
     Args:
         tensor: A contiguous tensor.
         op: The reduction that the caller wants.
         world_size: The divisor of averages.
         wider: Element types that the library does not have, and the wider types in which it reduces them.
-
-    Raises:
-        UnsupportedError: This reduction of this element type is not defined.
     """
     name = str(tensor.dtype).removeprefix("torch.").upper()
     dtype = DType.__members__.get(name)

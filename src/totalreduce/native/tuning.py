@@ -116,11 +116,7 @@ def write_settings(config: CoordinationConfig, path: str | Path) -> None:
 
 
 def read_settings(path: str | Path) -> CoordinationConfig:
-    """Read what ``write_settings`` has stored.
-
-    Raises:
-        ConfigurationError: There is no such file, or something else in it.
-    """
+    """Read what ``write_settings`` has stored. Raises ``ConfigurationError``."""
     try:
         document: Any = json.loads(read_named(Path(path), _FILE_BYTES_MAX))
         if document["format"] != _FORMAT:

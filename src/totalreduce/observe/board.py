@@ -117,11 +117,7 @@ class Board:
 
 
 def make_board(job: str) -> Board:
-    """Make the folder of a job, and remove those of jobs whose launcher was killed.
-
-    Raises:
-        ConfigurationError: There is no place that belongs to this user alone.
-    """
+    """Make the folder of a job, and remove those of jobs whose launcher was killed. Raises ``ConfigurationError``."""
     reasons = []
     for folder in runtime_folders():
         try:

@@ -75,15 +75,12 @@ class Dashboard:
     """The server of one job's page; a context manager."""
 
     def __init__(self, board: Board, *, port: int = 0, token: str | None = None) -> None:
-        """Listen.
+        """Listen. Raises ``ConfigurationError``.
 
         Args:
             board: The folder of the job.
             port: The port; 0: a free one.
             token: What a client must know; by default 32 random bytes.
-
-        Raises:
-            ConfigurationError: The port cannot be used, or the token is too short.
         """
         if token is not None and (len(token) < TOKEN_CHARACTERS_MIN or not token.isascii() or not token.isprintable()):
             raise ConfigurationError(

@@ -20,14 +20,11 @@ _MERGED_FORMAT = f"{FORMAT}-merged"
 
 
 def merged_trace(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
-    """Return one trace with all ranks.
+    """Return one trace with all ranks. Raises ``ConfigurationError``.
 
     Ranks of one host share the kernel's monotonic clock and agree to the microsecond. Hosts agree as far as their wall
     clocks do: to some milliseconds with NTP. The trace has ``traceEvents``, rank after rank, and ``metadata``, whose
     ``ranks`` are the metadata of the ranks' own files.
-
-    Raises:
-        ConfigurationError: No files, a file that is no timeline, or two files of one rank.
     """
     if not paths:
         raise ConfigurationError("no timelines to merge: name the file of at least one rank")

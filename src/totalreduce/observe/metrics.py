@@ -28,11 +28,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[RankRow], float]], ...] = (
 
 
 def exposition(view: JobView) -> tuple[bytes, str]:
-    """Return the metrics of a job, and their content type.
-
-    Raises:
-        ConfigurationError: The client library is not installed.
-    """
+    """Return the metrics of a job, and their content type. Raises ``ConfigurationError``."""
     try:
         from prometheus_client import CollectorRegistry
         from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest

@@ -305,7 +305,7 @@ class ReportWriter:
 
 
 def open_report(path: Path, what: str, warn: Callable[[str], object]) -> ReportWriter:
-    """Open a file to which reports are appended, anew.
+    """Open a file to which reports are appended, anew. Raises ``ConfigurationError``.
 
     A full disk costs the reports, and a job begins nevertheless. A named pipe without a reader counts as such.
 
@@ -313,9 +313,6 @@ def open_report(path: Path, what: str, warn: Callable[[str], object]) -> ReportW
         path: The path of the file.
         what: What it is, in errors.
         warn: As for ``ReportWriter``.
-
-    Raises:
-        ConfigurationError: The path is wrong: the folder is missing, or the file may not be written.
     """
     name = f"{what} {path}"
     try:

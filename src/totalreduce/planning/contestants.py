@@ -90,11 +90,7 @@ def strategies() -> dict[str, Callable[..., Strategy]]:
 
 
 def make_strategy(contestant: Contestant) -> Strategy:
-    """Return the settings of a strategy.
-
-    Raises:
-        ConfigurationError: There is no such strategy, or a setting is unknown or makes no sense.
-    """
+    """Return the settings of a strategy. Raises ``ConfigurationError``."""
     from totalreduce.strategies.averaging import LocalSGD, PostLocalSGD
     from totalreduce.strategies.outer import DiLoCo, Nesterov
 

@@ -136,11 +136,7 @@ class Calibration:
 
 
 def read_machines(path: Path) -> Machines:
-    """Read a description of machines.
-
-    Raises:
-        ConfigurationError: The file cannot be read, is not TOML, or has a key or a value that makes no sense.
-    """
+    """Read a description of machines. Raises ``ConfigurationError``."""
     try:
         document = tomllib.loads(read_named(path, _FILE_BYTES_MAX).decode("utf-8"))
     except OSError as error:

@@ -192,12 +192,7 @@ class Planner:
             )
 
     def predict(self, text: str, ranks: int) -> Prediction:
-        """Predict the steps of one contestant.
-
-        Raises:
-            ConfigurationError: The contestant is unknown, the model lacks the shapes that it needs, or the ranks do not
-                fill whole hosts.
-        """
+        """Predict the steps of one contestant. Raises ``ConfigurationError``."""
         self.check(text)
         if ranks % self._machines.ranks_per_host:
             raise ConfigurationError(f"{ranks} ranks do not fill hosts of {self._machines.ranks_per_host} ranks")

@@ -25,11 +25,8 @@ def trace_script(text: str, arguments: Sequence[str] = ()) -> Trace:
     """Return the trace of the model that ``FILE.py:FUNCTION`` returns, trained for a few steps in this process.
 
     The script finds itself and ``arguments`` in ``sys.argv``, not the words of this command. The function takes no
-    arguments. It returns the model and a function without arguments that returns the model's loss
-    on a batch.
-
-    Raises:
-        ConfigurationError: There is no such file or function, or it returns something else.
+    arguments. It returns the model and a function without arguments that returns the model's loss on a batch. Raises
+    ``ConfigurationError``.
     """
     path_text, colon, name = text.rpartition(":")
     path = Path(path_text)

@@ -239,11 +239,7 @@ class Compression:
 
 
 def refuse_unfit(optimizer: torch.optim.Optimizer, feedback: ErrorFeedback) -> None:
-    """Check that the gradients of a torch optimizer can be compressed.
-
-    Raises:
-        ConfigurationError: It needs gradients that are not compressed, or applies the momentum a second time.
-    """
+    """Check that the gradients of a torch optimizer can be compressed. Raises ``ConfigurationError``."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigurationError("sync= cannot be used with LBFGS, which needs whole gradients")
     twice = [parameter for group in optimizer.param_groups if group.get("momentum") for parameter in group["params"]]

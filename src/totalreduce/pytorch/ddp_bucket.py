@@ -55,11 +55,7 @@ class BucketLayout:
 
     @classmethod
     def of(cls, parameters: Sequence[torch.nn.Parameter], feedback: ErrorFeedback) -> BucketLayout:
-        """Place the gradients as DDP does: one after the other.
-
-        Raises:
-            UnsupportedError: A parameter is not of a real floating type, or the bucket has too many elements.
-        """
+        """Place the gradients as DDP does: one after the other. Raises ``UnsupportedError``."""
         compressed: list[_Stretch] = []
         dense: list[_Stretch] = []
         end = 0

@@ -223,11 +223,7 @@ class SparseHookState:
     # -------------------- a backward pass
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Begin the exchange of a bucket; see ``sparse_hook``.
-
-        Raises:
-            UnsupportedError: Gradients that are sparse, or not of a real floating type.
-        """
+        """Begin the exchange of a bucket; see ``sparse_hook``. Raises ``UnsupportedError``."""
         connection, buffer, this = self.connect(), bucket.buffer(), self._pass
         if bucket.index() == 0 and this.arrived:
             self._abandon(connection)
@@ -376,10 +372,7 @@ class SparseHookState:
         """Return the state of this rank that is needed to go on: save it beside the model's and the optimizer's.
 
         Every rank has a state of its own. The residuals are kept with all their bits. A new DDP begins with other
-        buckets than an old one has; its first step exchanges those of the old one.
-
-        Raises:
-            ConfigurationError: It is another model.
+        buckets than an old one has; its first step exchanges those of the old one. Raises ``ConfigurationError``.
         """
         self._steps.decide_left_out()
         plan = self._plan(model)
@@ -469,11 +462,7 @@ class _Pickled:
     sessions: dict[tuple[int, ...], Mapping[str, Any]] = field(default_factory=dict)
 
     def hand_over(self, number: int, parameter: torch.nn.Parameter, residuals: Residuals) -> None:
-        """Move the residual and the velocity of a parameter to ``residuals``.
-
-        Raises:
-            ConfigurationError: The parameter has another size.
-        """
+        """Move the residual and the velocity of a parameter to ``residuals``. Raises ``ConfigurationError``."""
         for mine, theirs in ((self.residuals, residuals.kept), (self.velocities, residuals.velocities)):
             if number in mine:
                 kept = mine.pop(number)

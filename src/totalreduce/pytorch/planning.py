@@ -183,11 +183,7 @@ class ParameterSource:
         return found if self.model is None else found | dict(self.model.named_buffers())
 
     def refuse_wrapped(self) -> None:
-        """Refuse a model whose gradients are synchronised by another part of torch.
-
-        Raises:
-            ConfigurationError: It is wrapped in DistributedDataParallel, or sharded.
-        """
+        """Refuse a model whose gradients are synchronised by another part of torch. Raises ``ConfigurationError``."""
         modules = () if self.model is None else self.model.modules()
         parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
         if any(isinstance(module, DistributedDataParallel) for module in modules):

@@ -72,11 +72,7 @@ class StrategySteps(ABC):
         """Note that backward has completed the gradient of a parameter of this step, by number. One call at a time."""
 
     def note_gradient(self, parameter: torch.Tensor, *, keeps_sparse: bool) -> None:
-        """Note a gradient of this rank, which may become dense.
-
-        Raises:
-            ConfigurationError: The last step was interrupted, and needs the gradients that it had.
-        """
+        """Note a gradient of this rank, which may become dense. Raises ``ConfigurationError``."""
         if self.is_interrupted:
             raise ConfigurationError(
                 "the last step() was interrupted and is unfinished. Repeat that call until it returns, then call "
@@ -88,10 +84,7 @@ class StrategySteps(ABC):
     def join(self, *, is_guarded: bool) -> int:
         """Take part in the exchanges of the others until all ranks have joined; return the rank with the most steps.
 
-        Collective. ``is_guarded``: whether ranks train in ``tr.recoverable``.
-
-        Raises:
-            ConfigurationError: The strategy does not support it.
+        Collective. ``is_guarded``: whether ranks train in ``tr.recoverable``. Raises ``ConfigurationError``.
         """
         where = " in tr.recoverable" if is_guarded else ""
         raise ConfigurationError(

@@ -16,15 +16,12 @@ _EXAMPLES = "tr.OkTopk(density=0.01), tr.PowerSGD(rank=4) or tr.DiLoCo(period=10
 
 
 def settings_of(sync: object, argument: str = "sync") -> Any:
-    """Return the settings that a program means.
+    """Return the settings that a program means. Raises ``ConfigurationError``.
 
     Args:
         sync: Settings, which are returned as they are; a class of settings, or the name of one ("oktopk"), which are
             taken with the defaults; or ``None``.
         argument: The name of the argument, for errors.
-
-    Raises:
-        ConfigurationError: It is something else, or the class has no defaults.
     """
     if isinstance(sync, str):
         return _made(_named(sync, argument), argument, repr(sync))

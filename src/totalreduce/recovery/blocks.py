@@ -117,12 +117,9 @@ class Blocks:
         optimizers.begin_block()
 
     def end(self) -> None:
-        """Vote, unless a step of an optimizer has done so.
+        """Vote, unless a step of an optimizer has done so. Raises ``ConfigurationError``.
 
         Gradients that are not finite are those of a step that a ``GradScaler`` has left out.
-
-        Raises:
-            ConfigurationError: There are gradients which no optimizer has used.
         """
         if self._phase is not _Phase.BEFORE_VOTE:
             return
@@ -204,11 +201,7 @@ class Blocks:
             self.own.vote.begin(self._wish(), num_samples)
 
     def end_vote(self) -> None:
-        """Return when it is certain that all ranks finish the block.
-
-        Raises:
-            RepeatBlock: A rank was lost before all had come to the vote.
-        """
+        """Return when it is certain that all ranks finish the block. Raises ``RepeatBlock``."""
         if self.epochs is not None:
             try:
                 self.wish = Wish(self.own.end_vote(self._members))

@@ -256,11 +256,7 @@ class KeptBuffers:
         }
 
     def check(self, names: Sequence[str]) -> None:
-        """Check that buffers of these names can be set.
-
-        Raises:
-            ConfigurationError: The model has no module of such a name, or another thing has the name.
-        """
+        """Check that buffers of these names can be set. Raises ``ConfigurationError``."""
         for name in names:
             obstacle = self._places.obstacle(name)
             if obstacle:

@@ -82,11 +82,7 @@ class Checkpoint:
         self.save()  # refuses what cannot be saved, before the job begins
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a value.
-
-        Raises:
-            ConfigurationError: The checkpoint has no value of this name, so it would not be saved.
-        """
+        """Set a value. Raises ``ConfigurationError``."""
         if name not in self._shared and name not in self._own:
             raise ConfigurationError(
                 f"this tr.Checkpoint has no value {name!r}, so it would not be saved. Give it to tr.Checkpoint(...); "

@@ -232,15 +232,12 @@ class Dealer(ABC):
 
 
 def needed(dealer: Dealer | None, user: str, loader: object = None) -> Dealer:
-    """Return the sampler or stream of a state, for a method ``user`` that needs one.
+    """Return the sampler or stream of a state, for a method ``user`` that needs one. Raises ``ConfigurationError``.
 
     Args:
         dealer: The sampler or stream, if the state has one.
         user: The name of the method, for the error.
         loader: A ``DataLoader`` that must use it; ``None``: the method takes none.
-
-    Raises:
-        ConfigurationError: The state has none, or the loader uses another one.
     """
     if dealer is None:
         raise ConfigurationError(f"{user} needs a tr.ElasticSampler in the state: tr.State(..., sampler=sampler)")

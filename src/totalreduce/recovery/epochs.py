@@ -138,12 +138,7 @@ class Epochs:
         return self._group
 
     def begin(self) -> None:
-        """Enter the first epoch of this process.
-
-        Raises:
-            RecoveryError: As ``enter``; or, with ``replace``, the others have ended the job, and this rank is missing.
-            SystemExit: With ``shrink``: the others have ended the job, and there is nothing left to do.
-        """
+        """Enter the first epoch of this process. Raises ``RecoveryError``, ``SystemExit``."""
         if self.enter():
             return
         if self.assembly.policy.on_loss == "replace":

@@ -49,13 +49,10 @@ class LauncherStore:
     """
 
     def __init__(self, open_store: Callable[[float], Store]) -> None:
-        """Connect.
+        """Connect. Raises ``RecoveryError``.
 
         Args:
             open_store: Connects within a number of seconds, and returns the store.
-
-        Raises:
-            RecoveryError: The store cannot be reached.
         """
         self._open = open_store
         #: What is set in a store that begins anew: always, and where no other process was first.

@@ -59,12 +59,7 @@ class Optimizers:
     """The ``DistributedOptimizer`` objects of a job, by name."""
 
     def __init__(self, optimizers: Mapping[str, Any]) -> None:
-        """Check the optimizers of a state.
-
-        Raises:
-            ConfigurationError: One is no ``DistributedOptimizer``, or has a strategy that is not supported, or their
-                groups differ.
-        """
+        """Check the optimizers of a state. Raises ``ConfigurationError``."""
         for name, each in optimizers.items():
             if not isinstance(each, DistributedOptimizer):
                 what = f"a {type(each).__name__}" + (f" under the name {name!r}" if name else "")

@@ -59,11 +59,7 @@ class Part:
 
     @classmethod
     def of(cls, value: Any) -> Self:
-        """Return the part of which ``plain`` has returned this value.
-
-        Raises:
-            ProtocolError: ``plain`` returns no such value.
-        """
+        """Return the part of which ``plain`` has returned this value. Raises ``ProtocolError``."""
         try:
             pieces = {
                 path: Piece(tuple(shape), Box(tuple(offset), tuple(elements.shape)), elements)
@@ -99,11 +95,7 @@ class PackedPart:
 
 
 def unpack_part(row: torch.Tensor) -> Part:
-    """Return the part in a row of bytes. Its tensors share the memory of the row.
-
-    Raises:
-        ProtocolError: The row is not one that ``PackedPart`` writes.
-    """
+    """Return the part in a row of bytes. Its tensors share the memory of the row. Raises ``ProtocolError``."""
     length = int(row[:_LENGTH_BYTES].view(torch.int64)) if row.numel() >= _LENGTH_BYTES else -1
     if not 0 <= length <= row.numel() - _LENGTH_BYTES:
         raise ProtocolError(f"a packed part of {row.numel()} bytes with a document of {length} bytes")

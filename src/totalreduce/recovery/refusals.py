@@ -44,9 +44,7 @@ _OPTIMIZERS = {
 def check_model(model: torch.nn.Module) -> None:
     """Check the modules and the parameters of a model. Its buffers are checked where they are copied.
 
-    Raises:
-        ConfigurationError: A module is a wrapper that belongs to one process group; or optimizers step in backward.
-        UnsupportedError: A parameter cannot be copied byte by byte.
+    Raises ``ConfigurationError``, ``UnsupportedError``.
     """
     for module in model.modules():
         _refuse(module, _WRAPPERS)
@@ -63,11 +61,7 @@ def check_model(model: torch.nn.Module) -> None:
 
 
 def check_whole(model: torch.nn.Module, user: str) -> None:
-    """Check that no parameter is sharded.
-
-    Raises:
-        ConfigurationError: One is; ``user`` is the function that needs whole ones.
-    """
+    """Check that no parameter is sharded. Raises ``ConfigurationError``."""
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "to_local"):
             raise ConfigurationError(

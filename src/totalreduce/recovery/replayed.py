@@ -327,13 +327,10 @@ class ReplayedJob:
             self._log.check_no_call(description)
 
     def _meet_in(self, group: Group, description: dict[str, str]) -> None:
-        """Return when all ranks have come to the same call.
+        """Return when all ranks have come to the same call. Raises ``ReplayMismatchError``.
 
         It is because of this that ranks differ by one call at most: the root of a broadcast, for example, could
         otherwise go on before the others have come.
-
-        Raises:
-            ReplayMismatchError: A rank has come to another call; on all ranks.
         """
         with self._ended_by_mismatch():
             try:
@@ -503,16 +500,12 @@ def _deliver(
     """Send the parcels along their routes; return what this rank has received, by parcel. Collective.
 
     All lengths travel before the bytes, so that no rank takes more memory than is allowed, and so that a rank can
-    receive from several neighbours at the same time.
+    receive from several neighbours at the same time. Raises ``PeerLost``, ``ProtocolError``.
 
     Args:
         group: The ranks.
         parcels: The parcels, equal on all ranks.
         packed: Returns the bytes of a parcel that this rank holds.
-
-    Raises:
-        PeerLost: A rank is lost.
-        ProtocolError: A parcel is announced that is larger than any rank sends.
     """
     control, rank = group.control, group.rank
     held: list[torch.Tensor | None] = []

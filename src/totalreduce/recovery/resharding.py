@@ -59,16 +59,13 @@ class Transfer:
 def transfers(
     boxes: Mapping[int, Box], servers: Mapping[int, int], wanted: Sequence[Box], name: object
 ) -> list[Transfer]:
-    """Plan the transfers of one tensor. All ranks compute the same plan.
+    """Plan the transfers of one tensor. All ranks compute the same plan. Raises ``RecoveryError``.
 
     Args:
         boxes: By part: the elements that it has. Parts have the same elements (replicas of HSDP), or none in common.
         servers: By part: the rank that has it now.
         wanted: By rank: the elements that it needs.
         name: The name of the tensor, for the error.
-
-    Raises:
-        RecoveryError: No part has some of the elements.
     """
     owners: dict[Box, list[int]] = {}
     for part, box in sorted(boxes.items()):

@@ -238,13 +238,10 @@ class BlockWeights:
         self._kind = None
 
     def undo(self, *, have_stepped: bool) -> None:
-        """Undo what the block has changed before its vote.
+        """Undo what the block has changed before its vote. Raises ``RecoveryError``.
 
         Args:
             have_stepped: Whether the optimizers may have stepped after ``compare``. That was undone before.
-
-        Raises:
-            RecoveryError: There is no copy of something that the block has changed.
         """
         if self._kind is None or self._changed == "":
             return

@@ -45,19 +45,12 @@ _EVENT_BYTES, _EVENT_DATA = (12, 4) if platform.machine() == "x86_64" else (16, 
 
 
 class RelaySettings(NamedTuple):
-    """What the relay must know of an engine.
+    """What the relay must know of an engine."""
 
-    Attributes:
-        prologue: The first eight bytes of the headers of its data messages.
-        bulk_bytes: See ``EngineConfig``.
-        is_fifo: See ``EngineConfig.scheduling``.
-        starvation_limit: See ``EngineConfig``.
-    """
-
-    prologue: bytes
-    bulk_bytes: int
-    is_fifo: bool
-    starvation_limit: int
+    prologue: bytes  #: The first eight bytes of the headers of its data messages.
+    bulk_bytes: int  #: See ``EngineConfig``.
+    is_fifo: bool  #: See ``EngineConfig.scheduling``.
+    starvation_limit: int  #: See ``EngineConfig``.
 
 
 class RelayUser(Protocol):

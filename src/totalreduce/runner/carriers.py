@@ -41,11 +41,7 @@ CARRIERS: Extensions[MakeCarrier] = Extensions("carrier", "totalreduce.carriers"
 
 
 def make_carriers(transport: Transport) -> list[Carrier]:
-    """Return the carriers of a rank.
-
-    Raises:
-        ConfigurationError: A carrier of another package cannot be imported, or is none.
-    """
+    """Return the carriers of a rank. Raises ``ConfigurationError``."""
     carriers = []
     for name in CARRIERS:
         carrier = CARRIERS[name](transport)

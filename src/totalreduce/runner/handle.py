@@ -33,16 +33,7 @@ class End(Protocol):
 
 @final
 class Handle:
-    """A submitted operation as its submitter sees it.
-
-    Attributes:
-        done: Whether the operation has ended, well or not.
-        error: The error with which it failed.
-        operation: The engine's operation; ``None`` for a receive from anybody, until a message has come, and for an
-            operation that the engine has not adopted.
-        begun: The operation, if it has begun in the fast lane and the engine does not know it.
-        waits_for: What it waits for while there is no operation, for messages.
-    """
+    """A submitted operation as its submitter sees it."""
 
     __slots__ = ("_callbacks", "_end", "begun", "done", "error", "operation", "waits_for")
 
@@ -52,11 +43,14 @@ class Handle:
         ``end`` is called once when the operation has ended, in the thread that finds the end, before waiting threads
         and callbacks learn of it.
         """
-        self.done = False
-        self.error: BaseException | None = None
+        self.done = False  #: Whether the operation has ended, well or not.
+        self.error: BaseException | None = None  #: The error with which it failed.
+        #: The engine's operation; ``None`` for a receive from anybody, until a message has come, and for an operation
+        #: that the engine has not adopted.
         self.operation: Operation | None = None
+        #: The operation, if it has begun in the fast lane and the engine does not know it.
         self.begun: Begun | None = None
-        self.waits_for = waits_for
+        self.waits_for = waits_for  #: What it waits for while there is no operation, for messages.
         self._end = end
         self._callbacks: list[Callable[[], None]] = []
 

@@ -19,41 +19,31 @@ Figure = int | float | str
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """What was counted of the steps of a training.
+    """What was counted of the steps of a training."""
 
-    Attributes:
-        steps: The number of steps that have ended.
-        timed_steps: The number of these steps whose begin is known: all but the first of each thread that trains.
-        step_s: The seconds of all timed steps, each from the end of the step before it.
-        exposed_s: The part of these seconds in which the thread that trains was blocked and waited for other ranks.
-        ended_at: When the last step has ended, by ``time.monotonic``.
-    """
-
-    steps: int = 0
+    steps: int = 0  #: The number of steps that have ended.
+    #: The number of these steps whose begin is known: all but the first of each thread that trains.
     timed_steps: int = 0
-    step_s: float = 0.0
+    step_s: float = 0.0  #: The seconds of all timed steps, each from the end of the step before it.
+    #: The part of these seconds in which the thread that trains was blocked and waited for other ranks.
     exposed_s: float = 0.0
-    ended_at: float = 0.0
+    ended_at: float = 0.0  #: When the last step has ended, by ``time.monotonic``.
 
 
 @final
 class Meter:
-    """Counts steps and waits. Any thread may read it; waits and ends of steps are noted by the threads that train.
-
-    Attributes:
-        totals: What was counted so far.
-        sources: By name: functions that return figures of what belongs to the training, such as a sparse method. They
-            are called about once a second, by another thread than the one that trains.
-        watchers: Are called with the totals when a step has ended, in the thread that trains.
-    """
+    """Counts steps and waits. Any thread may read it; waits and ends of steps are noted by the threads that train."""
 
     __slots__ = ("_blocked_s", "_clock", "_last", "sources", "totals", "watchers")
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """``clock`` returns seconds."""
         self._clock = clock
-        self.totals = StepTotals()
+        self.totals = StepTotals()  #: What was counted so far.
+        #: By name: functions that return figures of what belongs to the training, such as a sparse method. They are
+        #: called about once a second, by another thread than the one that trains.
         self.sources: dict[str, Callable[[], Mapping[str, Figure]]] = {}
+        #: Are called with the totals when a step has ended, in the thread that trains.
         self.watchers: list[Callable[[StepTotals], None]] = []
         self._blocked_s: dict[int, float] = {}  #: By thread.
         self._last: tuple[int, float, float] | None = None  #: The last end of a step: thread, time, blocked seconds.

@@ -271,15 +271,13 @@ class Runner:
     ) -> None:
         """Wait for an operation, and let its messages overtake those of operations that no caller waits for.
 
+        Raises ``DeadlineExceededError``.
+
         Args:
             handle: The handle of the operation, or of something else whose messages move through this runner.
             timeout_s: The deadline, in seconds.
             explain: For a handle without an operation: returns its name and why it is pending. Called with the time,
                 under the lock.
-
-        Raises:
-            DeadlineExceededError: The operation is pending at the deadline; the message names the ranks that keep it
-                waiting.
         """
         if handle.done:
             return
@@ -377,11 +375,7 @@ class Runner:
             self._threads = [other for other in self._threads if other.is_alive()] + [thread]
 
     def locked(self) -> threading.Lock:
-        """Return the lock under which the engine may be read.
-
-        Raises:
-            GroupClosed: In a forked child.
-        """
+        """Return the lock under which the engine may be read. Raises ``GroupClosed``: in a forked child."""
         self.home.check()
         return self._lock
 

@@ -24,18 +24,14 @@ _NEXT_BLOCKING_S = 0.001
 
 @final
 class Turns:
-    """The hand-over between callers and the communication thread.
-
-    Attributes:
-        driver: The object that the driving thread has put here; ``None`` while no caller drives. Written under the lock
-            of the engine, except by a driver that was struck by an exception.
-        parked: Whether the communication thread is parked.
-        resting: Whether a driver has left with nothing in flight, so that the communication thread may park once more.
-    """
+    """The hand-over between callers and the communication thread."""
 
     def __init__(self) -> None:
+        #: The object that the driving thread has put here; ``None`` while no caller drives. Written under the lock of
+        #: the engine, except by a driver that was struck by an exception.
         self.driver: object | None = None
-        self.parked = False
+        self.parked = False  #: Whether the communication thread is parked.
+        #: Whether a driver has left with nothing in flight, so that the communication thread may park once more.
         self.resting = False
         self._left_at = 0.0
         #: The driver that was there when the communication thread parked last.

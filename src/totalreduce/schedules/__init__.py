@@ -82,11 +82,7 @@ def algorithms_of(kind: OpKind) -> tuple[str, ...]:
 
 
 def spec_of(kind: OpKind, algorithm: str) -> ScheduleSpec:
-    """Return one schedule.
-
-    Raises:
-        ConfigurationError: There is no such schedule for this kind.
-    """
+    """Return one schedule. Raises ``ConfigurationError``."""
     spec = _by_kind(SCHEDULES.names)[kind].get(algorithm)
     if spec is None:
         known = ", ".join(algorithms_of(kind))

@@ -105,16 +105,11 @@ Schedule = Iterator[Action]
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What the busiest rank pays.
+    """What the busiest rank pays."""
 
-    Attributes:
-        steps: Message latencies one after the other.
-        bytes_sent: Bytes sent or received on its link, one after the other.
-        messages: Further messages that it handles while it waits for none, a sent and a received one counting as one.
-    """
-
-    steps: float
-    bytes_sent: float
+    steps: float  #: Message latencies one after the other.
+    bytes_sent: float  #: Bytes sent or received on its link, one after the other.
+    #: Further messages that it handles while it waits for none, a sent and a received one counting as one.
     messages: float = 0.0
 
     def seconds(self, latency_s: float, bytes_per_s: float) -> float:
@@ -135,40 +130,27 @@ _OVERHEAD_S_MAX = 1e-4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """A schedule written out, shared by all lanes of all operations of one kind and one (rank, world size, root).
+    """A schedule written out, shared by all lanes of all operations of one kind and one (rank, world size, root)."""
 
-    Attributes:
-        actions: In order.
-        receives: (peer, step) -> index of the receive in ``actions``: what a message may be.
-        sends: The same for sends.
-        num_chunks: How many chunks there are.
-        span_max: The most chunks that travel as one message; equal on all ranks.
-        chunking: Where the chunks are.
-        partial_sums: Whether some rank combines more than two contributions one after the other; equal on all ranks.
-        preserves: Partial sums must not be kept in the tensor, because it is not this rank's to change.
-        sources: The peers this rank receives from, in order of first use.
-        targets: The peers this rank sends to.
-        addressed: The peers to which it sends a message before its first receive.
-        pipeline_ranks: How many ranks a lane passes one after the other, if the tensor is to be cut into many lanes
-            that follow each other; 0 if lanes only overlap. Equal on all ranks.
-        algorithm: The name of the schedule.
-        contributions: Returns the ranks whose contributions to a chunk are added, in the order in which they are added
-            one after the other; ``None`` if sums of contributions are added.
-    """
-
-    actions: tuple[Action, ...]
+    actions: tuple[Action, ...]  #: In order.
+    #: (peer, step) -> index of the receive in ``actions``: what a message may be.
     receives: Mapping[tuple[int, int], int]
-    sends: Mapping[tuple[int, int], int]
-    num_chunks: int
-    span_max: int
-    chunking: Chunking
+    sends: Mapping[tuple[int, int], int]  #: The same for sends.
+    num_chunks: int  #: How many chunks there are.
+    span_max: int  #: The most chunks that travel as one message; equal on all ranks.
+    chunking: Chunking  #: Where the chunks are.
+    #: Whether some rank combines more than two contributions one after the other; equal on all ranks.
     partial_sums: bool
-    preserves: bool
-    sources: tuple[int, ...]
-    targets: tuple[int, ...]
-    addressed: frozenset[int]
+    preserves: bool  #: Partial sums must not be kept in the tensor, because it is not this rank's to change.
+    sources: tuple[int, ...]  #: The peers this rank receives from, in order of first use.
+    targets: tuple[int, ...]  #: The peers this rank sends to.
+    addressed: frozenset[int]  #: The peers to which it sends a message before its first receive.
+    #: How many ranks a lane passes one after the other, if the tensor is to be cut into many lanes that follow each
+    #: other; 0 if lanes only overlap. Equal on all ranks.
     pipeline_ranks: int = 0
-    algorithm: str = Algorithm.AUTO
+    algorithm: str = Algorithm.AUTO  #: The name of the schedule.
+    #: Returns the ranks whose contributions to a chunk are added, in the order in which they are added one after the
+    #: other; ``None`` if sums of contributions are added.
     contributions: Callable[[int], Sequence[int]] | None = None
 
 
@@ -183,12 +165,9 @@ def compile_program(
     pipeline_ranks: int = 0,
     contributions: Callable[[int], Sequence[int]] | None = None,
 ) -> Program:
-    """Write a schedule out and check that every slot is used once.
+    """Write a schedule out and check that every slot is used once. Raises ``ValueError``.
 
     ``partial_sums``, ``span_max`` and ``pipeline_ranks`` must be given where this rank's actions do not show them.
-
-    Raises:
-        ValueError: The schedule uses a (peer, step) twice in one direction.
     """
     actions: list[Action] = []
     receives: dict[tuple[int, int], int] = {}

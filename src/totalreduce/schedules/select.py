@@ -44,19 +44,12 @@ def candidates(
 
 @dataclass(slots=True)
 class Selector:
-    """Chooses schedules, and remembers its choices.
+    """Chooses schedules, and remembers its choices."""
 
-    Attributes:
-        links: What messages cost; equal on all ranks.
-        hosts: Host of every rank of the whole group; equal on all ranks.
-        overrides: Explicit choices by kind, from the settings.
-        shared_memory: Whether ranks of one host send through shared memory; equal on all ranks.
-    """
-
-    links: LinkModel
-    hosts: tuple[int, ...]
-    overrides: Mapping[OpKind, str] = field(default_factory=dict)
-    shared_memory: bool = True
+    links: LinkModel  #: What messages cost; equal on all ranks.
+    hosts: tuple[int, ...]  #: Host of every rank of the whole group; equal on all ranks.
+    overrides: Mapping[OpKind, str] = field(default_factory=dict)  #: Explicit choices by kind, from the settings.
+    shared_memory: bool = True  #: Whether ranks of one host send through shared memory; equal on all ranks.
     _chosen: dict[tuple[OpKind, int, tuple[int, ...]], str] = field(default_factory=dict)
 
     def choose(self, kind: OpKind, num_bytes: int, ranks: tuple[int, ...]) -> str:

@@ -21,55 +21,33 @@ __all__ = ["LinkModel", "Position", "Route", "ScheduleSpec", "Workload", "routes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkModel:
-    """What a message costs between two ranks: the latency-bandwidth model.
+    """What a message costs between two ranks: the latency-bandwidth model."""
 
-    Attributes:
-        latency_s: Seconds from submission on one rank to arrival on another host, for an empty message, software
-            included.
-        bytes_per_s: Bandwidth of one host's link, in one direction.
-        local_latency_s: The latency between ranks of one host.
-        local_bytes_per_s: The bandwidth between ranks of one host.
-        source: ``default``, ``measured``, or the file from which the numbers were read.
-    """
-
+    #: Seconds from submission on one rank to arrival on another host, for an empty message, software included.
     latency_s: float = 1.5e-4
-    bytes_per_s: float = 1.25e8
-    local_latency_s: float = 5e-5
-    local_bytes_per_s: float = 4e9
-    source: str = "default"
+    bytes_per_s: float = 1.25e8  #: Bandwidth of one host's link, in one direction.
+    local_latency_s: float = 5e-5  #: The latency between ranks of one host.
+    local_bytes_per_s: float = 4e9  #: The bandwidth between ranks of one host.
+    source: str = "default"  #: ``default``, ``measured``, or the file from which the numbers were read.
 
 
 class Position(NamedTuple):
-    """The rank for which a program is made.
+    """The rank for which a program is made."""
 
-    Attributes:
-        rank: Rank within the group of the operation.
-        world_size: Size of that group.
-        root: The root of the collective; the sender of a message; the centre of a star.
-        hosts: The host of every rank as a number; empty unless the schedule declares ``by_hosts``.
-    """
-
-    rank: int
+    rank: int  #: Rank within the group of the operation.
     world_size: int
-    root: int
-    hosts: tuple[int, ...]
+    root: int  #: The root of the collective; the sender of a message; the centre of a star.
+    hosts: tuple[int, ...]  #: The host of every rank as a number; empty unless the schedule declares ``by_hosts``.
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """An operation whose schedule is to be chosen.
+    """An operation whose schedule is to be chosen."""
 
-    Attributes:
-        num_bytes: Bytes of the tensor; of all blocks of one rank together where there are blocks.
-        hosts: The host of every rank of the operation, as a number.
-        links: What messages cost.
-        shared_memory: Whether ranks of one host send through shared memory.
-    """
-
-    num_bytes: int
-    hosts: tuple[int, ...]
-    links: LinkModel
-    shared_memory: bool = True
+    num_bytes: int  #: Bytes of the tensor; of all blocks of one rank together where there are blocks.
+    hosts: tuple[int, ...]  #: The host of every rank of the operation, as a number.
+    links: LinkModel  #: What messages cost.
+    shared_memory: bool = True  #: Whether ranks of one host send through shared memory.
 
     @property
     def world_size(self) -> int:
@@ -94,43 +72,30 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How much of a schedule's traffic leaves a host.
+    """How much of a schedule's traffic leaves a host."""
 
-    Attributes:
-        remote_share: The share of all bytes that travels between hosts, from 0 to 1.
-        link_load: Tensors (all blocks together) that cross the busiest host's link in its busier direction.
-    """
-
-    remote_share: float
-    link_load: float
+    remote_share: float  #: The share of all bytes that travels between hosts, from 0 to 1.
+    link_load: float  #: Tensors (all blocks together) that cross the busiest host's link in its busier direction.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScheduleSpec:
-    """One schedule of one kind of operation.
+    """One schedule of one kind of operation."""
 
-    Attributes:
-        kind: The collective.
-        name: The schedule's name, the same for all kinds for which its file has a schedule.
-        make: Builds the program of one rank.
-        cost: What the busiest rank pays for a workload; ``None`` if the schedule is no candidate for it.
-        route: By the hosts of the ranks, how much leaves a host, as if rank 0 were the root. ``None``: counted from the
-            programs of all ranks, which takes time for schedules of many messages.
-        seconds: Instead of ``cost`` and ``route``, for schedules to which hosts make a difference.
-        congestion: Factor on the time that bytes take: above 1 where a schedule cannot keep its links busy.
-        by_hosts: Whether the program depends on the hosts of the ranks.
-        spreads_roots: Whether the root is the engine's choice; it chooses by the operation's name, so that many
-            operations spread over all ranks.
-    """
-
-    kind: OpKind
-    name: str
-    make: Callable[[Position], Program]
+    kind: OpKind  #: The collective.
+    name: str  #: The schedule's name, the same for all kinds for which its file has a schedule.
+    make: Callable[[Position], Program]  #: Builds the program of one rank.
+    #: What the busiest rank pays for a workload; ``None`` if the schedule is no candidate for it.
     cost: Callable[[Workload], Cost | None] = lambda _: None
+    #: By the hosts of the ranks, how much leaves a host, as if rank 0 were the root. ``None``: counted from the
+    #: programs of all ranks, which takes time for schedules of many messages.
     route: Callable[[tuple[int, ...]], Route] | None = None
+    #: Instead of ``cost`` and ``route``, for schedules to which hosts make a difference.
     seconds: Callable[[Workload], float | None] | None = None
-    congestion: float = 1.0
-    by_hosts: bool = False
+    congestion: float = 1.0  #: Factor on the time that bytes take: above 1 where a schedule cannot keep its links busy.
+    by_hosts: bool = False  #: Whether the program depends on the hosts of the ranks.
+    #: Whether the root is the engine's choice; it chooses by the operation's name, so that many operations spread over
+    #: all ranks.
     spreads_roots: bool = False
 
     def estimate(self, workload: Workload) -> float | None:

@@ -58,13 +58,7 @@ class AsyncGossip(Strategy):
 
 @final
 class GossipNode:
-    """One rank. A plain object; the caller carries messages, and has one thread at a time call it.
-
-    Attributes:
-        is_active: Whether this rank asks others; otherwise it is asked.
-        asks: The rank whose answer has not come; ``None``: there is none.
-        exchanges: The number of averages in which this rank had a part.
-    """
+    """One rank. A plain object; the caller carries messages, and has one thread at a time call it."""
 
     def __init__(self, settings: AsyncGossip, rank: int, world_size: int, values: Array) -> None:
         """Begin.
@@ -77,7 +71,7 @@ class GossipNode:
                 before its first step.
         """
         self._period, self._random = settings.period, Random(settings.seed * 1_000_003 + rank)
-        self.is_active = rank % 2 == 0
+        self.is_active = rank % 2 == 0  #: Whether this rank asks others; otherwise it is asked.
         self._partners: Sequence[int] = range(1, world_size, 2) if self.is_active else ()
         #: What has come and is not in the parameters yet.
         self._pending = np.zeros_like(values)
@@ -85,8 +79,8 @@ class GossipNode:
         self._published = np.zeros_like(values)
         self._has_published = False
         self._since = 0
-        self.asks: int | None = None
-        self.exchanges = 0
+        self.asks: int | None = None  #: The rank whose answer has not come; ``None``: there is none.
+        self.exchanges = 0  #: The number of averages in which this rank had a part.
 
     def stepped(self, values: Array) -> int | None:
         """Note that a local step has ended.
@@ -113,12 +107,9 @@ class GossipNode:
         self._has_published = True
 
     def asked(self, values: Array) -> Array:
-        """Average with an active rank that has these parameters; return what that one adds.
+        """Average with an active rank that has these parameters; return what that one adds. Raises ``ProtocolError``.
 
         Before the first step of this rank, its parameters are not known here: nothing changes, and the answer is zeros.
-
-        Raises:
-            ProtocolError: This rank is active, so no correct rank asks it; or the parameters have another size.
         """
         if self.is_active or values.shape != self._published.shape:
             raise ProtocolError(

@@ -113,11 +113,7 @@ class PostLocalSGD(Strategy):
 
 @final
 class AveragingSession:
-    """The session of parameter averaging.
-
-    Attributes:
-        num_active: The number of ranks that had data at the last average.
-    """
+    """The session of parameter averaging."""
 
     def __init__(self, settings: LocalSGD, replica: Replica, rank: int, world_size: int, *, start: int) -> None:
         """``start``: the number of synchronous steps that come first."""
@@ -128,7 +124,7 @@ class AveragingSession:
         #: What this rank has done since the last average: samples, or steps.
         self._weight = 0.0
         self._has_joined = False
-        self.num_active = world_size
+        self.num_active = world_size  #: The number of ranks that had data at the last average.
         self._tensors = range(len(replica.sizes))
         coded = settings.codec is not None
         #: With a codec: the last average, and what this rank has not sent of its difference to it.

@@ -176,24 +176,18 @@ class SlowMo(Strategy):
 
 @final
 class _Fragment:
-    """A part of the model.
-
-    Attributes:
-        begin: Its first element, in all tensors one behind the other.
-        common: The parameters that all ranks have.
-        velocity: That of the outer optimizer.
-        rest: What this rank's codes have not expressed. An exchange under way writes to it in another thread.
-        under_way: With overlap: this rank's update in the last exchange, with which it can be restarted.
-        begun: With ``mix="progress"``: this rank's parameters with which the last exchange began.
-    """
+    """A part of the model."""
 
     def __init__(self, replica: Replica, begin: int, end: int, *, overlaps: bool, adds_progress: bool) -> None:
-        self.begin = begin
-        self.common = replica.read_range(begin, end)
-        self.velocity = np.zeros_like(self.common)
+        self.begin = begin  #: Its first element, in all tensors one behind the other.
+        self.common = replica.read_range(begin, end)  #: The parameters that all ranks have.
+        self.velocity = np.zeros_like(self.common)  #: That of the outer optimizer.
+        #: What this rank's codes have not expressed. An exchange under way writes to it in another thread.
         self.rest = np.zeros_like(self.common)
         nothing = self.common[:0]
+        #: With overlap: this rank's update in the last exchange, with which it can be restarted.
         self.under_way = np.zeros_like(self.common if overlaps else nothing)
+        #: With ``mix="progress"``: this rank's parameters with which the last exchange began.
         self.begun = (self.common if adds_progress else nothing).copy()
 
     def read(self, replica: Replica) -> Array:

@@ -54,32 +54,20 @@ Apply = Callable[[Array, float], None]
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """A gradient that a worker has sent.
+    """A gradient that a worker has sent."""
 
-    Attributes:
-        worker: Its rank.
-        clock: The number of gradients that it has sent before.
-        version: The version of the parameters with which it was computed.
-        gradient: The gradient of the server's share.
-    """
-
-    worker: int
-    clock: int
-    version: int
-    gradient: Array
+    worker: int  #: Its rank.
+    clock: int  #: The number of gradients that it has sent before.
+    version: int  #: The version of the parameters with which it was computed.
+    gradient: Array  #: The gradient of the server's share.
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Parameters are to be sent to a worker, as they are now.
+    """Parameters are to be sent to a worker, as they are now."""
 
-    Attributes:
-        worker: Its rank.
-        staleness: That of the gradient for which this is the answer; ``None`` if it was not applied yet.
-    """
-
-    worker: int
-    staleness: int | None
+    worker: int  #: Its rank.
+    staleness: int | None  #: That of the gradient for which this is the answer; ``None`` if it was not applied yet.
 
 
 class ServerSession(ABC):
@@ -104,11 +92,7 @@ class ServerSession(ABC):
         self._waiting: list[Push] = []
 
     def push(self, push: Push, now: float) -> list[Answer]:
-        """Take a gradient in; return the workers that are answered now.
-
-        Raises:
-            ProtocolError: The worker has finished, or this is not its next gradient, or no version has such a number.
-        """
+        """Take a gradient in; return the workers that are answered now. Raises ``ProtocolError``."""
         if self._clocks.get(push.worker) != push.clock or not 0 <= push.version <= self.version:
             raise ProtocolError(
                 f"worker {push.worker} sends gradient {push.clock}, of version {push.version}, where gradient "

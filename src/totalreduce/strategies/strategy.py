@@ -73,18 +73,13 @@ class Replica(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """An exchange that begins after a step.
+    """An exchange that begins after a step."""
 
-    Attributes:
-        channel: Its number. Exchanges of one channel follow one another.
-        due: The number of steps after which its result is applied; equal on all ranks. The step that has just ended
-            means at once.
-        exchange: Yields actions, beside later steps, and does not touch the replica.
-    """
-
-    channel: int
+    channel: int  #: Its number. Exchanges of one channel follow one another.
+    #: The number of steps after which its result is applied; equal on all ranks. The step that has just ended means at
+    #: once.
     due: int
-    exchange: Exchange
+    exchange: Exchange  #: Yields actions, beside later steps, and does not touch the replica.
 
 
 class StrategySession(Protocol):

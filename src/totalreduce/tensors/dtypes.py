@@ -25,11 +25,7 @@ _DTYPES = {
 
 
 def dtype_of(tensor: torch.Tensor, name: str) -> DType:
-    """Return the wire dtype of a tensor that is reduced.
-
-    Raises:
-        UnsupportedError: Its device, layout or dtype cannot be synchronised; the message says what to do.
-    """
+    """Return the wire dtype of a tensor that is reduced. Raises ``UnsupportedError``."""
     _check_memory(tensor, name)
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:

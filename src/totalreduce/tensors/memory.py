@@ -38,17 +38,11 @@ _OVERLAP_WORK_MAX: Final = 100_000
 
 
 class Span(NamedTuple):
-    """Memory that an operation uses.
+    """Memory that an operation uses."""
 
-    Attributes:
-        start: Address of its first byte.
-        stop: Address after its last byte.
-        tensor: The tensor, if it does not use all bytes of the span; else ``None``.
-    """
-
-    start: int
-    stop: int
-    tensor: torch.Tensor | None = None
+    start: int  #: Address of its first byte.
+    stop: int  #: Address after its last byte.
+    tensor: torch.Tensor | None = None  #: The tensor, if it does not use all bytes of the span; else ``None``.
 
 
 class Operands:
@@ -242,11 +236,7 @@ class Operands:
             claimed_in.release(self)
 
     def finish(self) -> None:
-        """Copy results back after an operation that went well.
-
-        Raises:
-            TotalReduceError: The program gave a tensor other memory meanwhile, so that the tensor lacks the result.
-        """
+        """Copy results back after an operation that went well. Raises ``TotalReduceError``."""
         for copy in self._copies_back:
             copy()
         has_moved = self.has_moved
@@ -309,17 +299,11 @@ class Operands:
 
 
 class Place(NamedTuple):
-    """Where the tensor of an operation lies, without the tensor and without its memory.
+    """Where the tensor of an operation lies, without the tensor and without its memory."""
 
-    Attributes:
-        name: The name of the operation, for messages.
-        span: The bytes of the tensor.
-        memory: What ``Operands.add`` has returned a view of.
-    """
-
-    name: str
-    span: Span
-    memory: Any
+    name: str  #: The name of the operation, for messages.
+    span: Span  #: The bytes of the tensor.
+    memory: Any  #: What ``Operands.add`` has returned a view of.
 
 
 @final

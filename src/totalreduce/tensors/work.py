@@ -39,11 +39,7 @@ class Waiter(Protocol):
     """Waits for operations: the runner, or a part of ``native/``."""
 
     def wait(self, handle: Any, timeout_s: float) -> None:
-        """Wait until the operation has ended.
-
-        Raises:
-            DeadlineExceededError: It has not ended in time.
-        """
+        """Wait until the operation has ended. Raises ``DeadlineExceededError``: it has not ended in time."""
 
 
 @final

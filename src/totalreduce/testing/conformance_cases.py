@@ -118,11 +118,7 @@ def large_cases_for(world_size: int) -> list[Case]:
 
 
 def check_objects(transport: RankTransport | TransportFactory, world_size: int, *, timeout_s: float = 30.0) -> int:
-    """Run object collectives over a transport; returns how many values were compared.
-
-    Raises:
-        ConformanceError: A value arrived changed.
-    """
+    """Run object collectives over a transport; returns how many values were compared. Raises ``ConformanceError``."""
     where = f"object collectives on {world_size} rank(s)"
 
     def body(group: Group) -> int:

@@ -169,11 +169,7 @@ class SimulatedCluster:
             submission.on_done()
 
     def run(self, *, until_s: float = 1e6, tick_s: float = 0.5, dead: Collection[int] = ()) -> None:
-        """Run until every operation of every rank that is not ``dead`` has finished.
-
-        Raises:
-            TimeoutError: They have not finished by ``until_s`` of virtual time: a hang.
-        """
+        """Run until every operation of every rank that is not ``dead`` has finished. Raises ``TimeoutError``."""
         self.network.after(tick_s, lambda: self._tick(tick_s))
         while any(s.done_at_s is None for rank, mine in enumerate(self.submissions) if rank not in dead for s in mine):
             # The check above is linear, so many events are handled between two of them.

@@ -101,11 +101,7 @@ class Acceptor:
         self._binding = binding
 
     def feed(self, data: bytes) -> bytes:
-        """Take the HELLO, return the CHALLENGE; then take the PROOF, return nothing.
-
-        Raises:
-            AuthenticationError: The other end is a stranger, or belongs to another job or epoch, or has a wrong key.
-        """
+        """Take the HELLO, return the CHALLENGE; then take the PROOF, return nothing. Raises ``AuthenticationError``."""
         if not self._transcript:
             return self._challenge(data)
         if not hmac.compare_digest(data, self._identity.code(b"connector", self._transcript)):

@@ -111,11 +111,7 @@ class DescriptorShortage:
         return self._since is not None
 
     def occurred(self, peer: int, error: OSError, now: float) -> None:
-        """Note that a connection to ``peer`` could not be opened.
-
-        Raises:
-            ConfigurationError: The shortage lasts too long; the message names the limit.
-        """
+        """Note that a connection to ``peer`` could not be opened. Raises ``ConfigurationError``."""
         self._since = now if self._since is None else self._since
         self._failures += 1
         text = f"rank {self._rank} cannot connect to rank {peer}: {describe_error(error)}"

@@ -265,11 +265,7 @@ class IncomingRing:
         return self._theirs[PUBLISHED] != self._seen
 
     def receive(self, endpoint: Endpoint) -> bool:
-        """Read what was published, up to the quantum; returns whether more can be read.
-
-        Raises:
-            ProtocolError: The peer's memory holds what no correct peer writes.
-        """
+        """Read what was published, up to the quantum; returns whether more can be read. Raises ``ProtocolError``."""
         published = self._theirs[PUBLISHED]
         waiting = published - self.consumed
         if not 0 <= waiting <= self._slots:

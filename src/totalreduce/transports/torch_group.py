@@ -330,11 +330,7 @@ class TorchTransport(PassingTransport):
 
 @contextlib.contextmanager
 def forming_a_group() -> Iterator[None]:
-    """Turn torch's error into the library's while a private group is made.
-
-    Raises:
-        RendezvousError: Torch could not make the group.
-    """
+    """Turn torch's error into the library's while a private group is made. Raises ``RendezvousError``."""
     try:
         yield
     except RuntimeError as error:
