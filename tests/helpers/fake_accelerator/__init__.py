@@ -52,16 +52,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch.utils._pytree import tree_map
 
 __all__ = ["FakeAccelerator", "NoCompiler", "load"]
 
 SOURCE = Path(__file__).with_name("device.cpp")
-COUNTS = ("to_device", "to_host", "between", "unpinned", "device_memory", "pinned_memory")
+KINDS = ("to_device", "to_host", "between", "kernels")
+COUNTS = (*KINDS[:3], "unpinned", "device_memory", "pinned_memory")
 NO_LIMIT = 2**62
 
 
 class NoCompiler(Exception):
-    """The device cannot be compiled here."""
+    """No compiler is here for the device."""
 
 
 class FakeAccelerator:
@@ -73,7 +75,25 @@ class FakeAccelerator:
 
     def delays(self, copy_delay_s: float, kernel_delay_s: float, seed: int = 0) -> None:
         """Let each copy, and each result of a kernel, take a random time of at most so many seconds; half take none."""
-        self._library.fake_delays(ctypes.c_double(copy_delay_s), ctypes.c_double(kernel_delay_s), ctypes.c_uint64(seed))
+        self._set(copy_delay_s, kernel_delay_s, seed, lazy=())
+
+    def lazy(self, *kinds: str) -> None:
+        """Let jobs of these kinds begin when somebody waits for them, and do those of other kinds in the call.
+
+        So a race has one outcome, whatever the load of the machine: whoever waits too little for a job of these kinds
+        comes before it. With each kind alone in turn, both orders of each pair are tried. A wait is one of the host
+        (``query`` counts, too), one of a job that begins, or a later kernel of the same stream. ``delays`` ends this.
+
+        Args:
+            kinds: ``"kernels"``, ``"to_device"``, ``"to_host"``, ``"between"``.
+        """
+        self._set(0.0, 0.0, 0, kinds)
+
+    def _set(self, copy_delay_s: float, kernel_delay_s: float, seed: int, lazy: tuple[str, ...]) -> None:
+        bits = sum(1 << KINDS.index(kind) for kind in lazy)
+        self._library.fake_delays(
+            ctypes.c_double(copy_delay_s), ctypes.c_double(kernel_delay_s), ctypes.c_uint64(seed), ctypes.c_uint(bits)
+        )
 
     def count(self, what: str) -> int:
         """Return a number of bytes.
@@ -128,7 +148,9 @@ def _loaded() -> FakeAccelerator:
     library.fake_begin()
     torch._register_device_module("fake", _device_module())
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
-    return FakeAccelerator(library)
+    fake = FakeAccelerator(library)
+    fake.kernels = _python_kernels()
+    return fake
 
 
 def load(copy_delay_s: float = 0.002, kernel_delay_s: float = 0.0002, seed: int = 0) -> FakeAccelerator:
@@ -164,8 +186,55 @@ def _compile(compiler: str, made: Path) -> None:
     command += [f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise NoCompiler(f"{compiler} cannot compile the fake accelerator: {done.stderr[:2000]}")
+        raise RuntimeError(f"{compiler} cannot compile {SOURCE}: {done.stderr[:2000]}")
     unfinished.rename(made)
+
+
+def _python_kernels() -> tuple[torch.library.Library, ...]:
+    """Return what holds the kernels that are written in Python."""
+
+    def sparse(operator: torch._ops.OpOverload, *arguments: object, **options: object) -> object:
+        """Let the CPU compute with sparse tensors. That the host waits for it is no matter of the tests."""
+        on_host = {}
+
+        def host(value: object) -> object:
+            if isinstance(value, torch.device):
+                return torch.device("cpu")
+            if not isinstance(value, torch.Tensor) or value.device.type != "fake":
+                return value
+            devices.append(value.device)
+            return on_host.setdefault(id(value), (value, value.cpu()))[1]
+
+        def back(value: object) -> object:
+            if not isinstance(value, torch.Tensor):
+                return value
+            for ours, copied in on_host.values():
+                if value is copied:
+                    return ours.copy_(value)
+            return value.to(devices[0])
+
+        devices: list[torch.device] = []
+        computed = operator(*tree_map(host, arguments), **tree_map(host, options))
+        return tree_map(back, computed)
+
+    def lower(operator: torch._ops.OpOverload, *arguments: object, **options: object) -> object:
+        """Autocast: matrices are multiplied in its half type."""
+        dtype = torch.get_autocast_dtype("fake")
+
+        def cast(value: object) -> object:
+            floating = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
+            return value.to(dtype) if floating else value
+
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
+            return operator(*tree_map(cast, arguments), **options)
+
+    for_sparse = torch.library.Library("_", "IMPL")
+    for_sparse.fallback(sparse, "SparsePrivateUse1")
+    for_autocast = torch.library.Library("aten", "IMPL")
+    for name in ("linear", "matmul"):
+        operator = getattr(torch.ops.aten, name).default
+        for_autocast.impl(name, functools.partial(lower, operator), "AutocastPrivateUse1")
+    return for_sparse, for_autocast
 
 
 def _device_module() -> types.ModuleType:

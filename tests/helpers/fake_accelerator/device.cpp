@@ -3,13 +3,29 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
+#include <ATen/ops/_coalesced_native.h>
+#include <ATen/ops/_indices_native.h>
+#include <ATen/ops/_nnz_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/_sparse_coo_tensor_with_dims_and_tensors_native.h>
+#include <ATen/ops/_sparse_coo_tensor_with_dims_native.h>
+#include <ATen/ops/_values_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/clone_native.h>
+#include <ATen/ops/copy_sparse_to_sparse_native.h>
+#include <ATen/ops/dense_dim_native.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_native.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/indices_native.h>
+#include <ATen/ops/is_coalesced_native.h>
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_native.h>
+#include <ATen/ops/sparse_dim_native.h>
+#include <ATen/ops/sparse_resize_native.h>
+#include <ATen/ops/values_native.h>
 #include <ATen/ops/view_native.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <pthread.h>
@@ -32,7 +48,9 @@ constexpr auto kFake = c10::DeviceType::PrivateUse1;
 constexpr int kDevices = 2;
 constexpr int kStreams = 33;  // the default stream, and 32 that are given out in turn, as by CUDA's pool
 constexpr int kPoison = 0xFF;  // NaN in each floating type, -1 in integers
-enum Count { kToDevice, kToHost, kBetween, kUnpinned, kDeviceBytes, kPinnedBytes, kCounts };
+// What jobs are, and what is counted of the first three. A barrier makes a stream wait for an event.
+enum Kind { kToDevice, kToHost, kBetween, kKernel, kBarrier };
+enum Count { kUnpinned = kBetween + 1, kDeviceBytes, kPinnedBytes, kCounts };
 
 // ------------------------------------------------------------------------------------------------ streams
 
@@ -46,16 +64,19 @@ struct Point {
 };
 
 struct Job {
-  Point after;                    // the job begins when this has passed
-  std::function<void()> poison;   // runs when the job begins
-  double delay_s = 0;             // passes between the two
-  std::function<void()> run;
+  Kind kind;
+  Point after;                   // the job begins when this has passed
+  std::function<void()> poison;  // runs when the job begins
+  std::function<void()> run;     // runs when its delay is over
+  bool lazy = false;             // the job begins when somebody waits for it
+  double delay_s = 0;
 };
 
 struct Queue {
   int device = 0;
   std::deque<Job> jobs;
   uint64_t enqueued = 0, finished = 0;
+  uint64_t wanted = 0;  // somebody waits for so many jobs
   bool has_thread = false;
   std::mt19937_64 random;
 };
@@ -79,7 +100,8 @@ struct World {
   Queue queues[kDevices][kStreams];
   int next_stream[kDevices] = {};
   bool contexts[kDevices] = {};
-  double copy_delay_s = 0.002, kernel_delay_s = 0.0002;
+  double copy_delay_s = 0, kernel_delay_s = 0;
+  unsigned lazy = 0;  // bits: the kinds of jobs that begin when somebody waits for them; the others are done at once
   std::multimap<std::pair<int, size_t>, Block*> unused;
   std::vector<Block*> freed;                 // and still used by a stream
   std::map<uintptr_t, size_t> pinned;        // by pin_memory or by register
@@ -99,15 +121,24 @@ using Lock = std::unique_lock<std::mutex>;
 
 void sweep();
 
+void want(Point point) {
+  if (point.queue == nullptr || point.queue->wanted >= point.at) return;
+  point.queue->wanted = point.at;
+  world().changed.notify_all();
+}
+
 void work(Queue* queue) {
   pthread_setname_np(pthread_self(), "fake stream");
   World& w = world();
   Lock lock(w.mutex);
   while (true) {
-    w.changed.wait(lock, [&] { return !queue->jobs.empty(); });
+    w.changed.wait(lock, [&] {
+      return !queue->jobs.empty() && (!queue->jobs.front().lazy || queue->wanted > queue->finished);
+    });
     {
       Job job = std::move(queue->jobs.front());
       queue->jobs.pop_front();
+      want(job.after);
       w.changed.wait(lock, [&] { return job.after.passed(); });
       lock.unlock();
       if (job.poison) job.poison();
@@ -121,31 +152,38 @@ void work(Queue* queue) {
   }
 }
 
-// A job takes no time or a random time, each every second time: so one that nobody waits for is often early or late.
-double random_delay(Queue* queue, double at_most_s) {
-  if (queue->random() % 2 == 0) return 0;
-  return std::uniform_real_distribution<double>(0, at_most_s)(queue->random);
+void wait(Lock& lock, Point point) {
+  want(point);
+  world().changed.wait(lock, [&] { return point.passed(); });
 }
 
-Point enqueue(Queue* queue, Job job) {
+// A wait of the host that is counted.
+void wait(Lock& lock, Point point, const char* kind) {
+  auto& waits = world().waits;
+  waits.emplace_back(kind, static_cast<int64_t>(pthread_self()));
+  if (waits.size() > 100000) waits.pop_front();
+  wait(lock, point);
+}
+
+Point enqueue(Lock& lock, Queue* queue, Job job) {
   World& w = world();
   w.contexts[queue->device] = true;
+  double delay_s = job.kind == kBarrier ? 0 : job.kind == kKernel ? w.kernel_delay_s : w.copy_delay_s;
+  // Every second job takes no time, so that one for which nobody waits is often too early or too late.
+  if (delay_s > 0 && queue->random() % 2 == 0) {
+    job.delay_s = std::uniform_real_distribution<double>(0, delay_s)(queue->random);
+  }
+  job.lazy = w.lazy != 0 && (job.kind == kBarrier || (w.lazy >> job.kind & 1) != 0);
+  bool at_once = w.lazy != 0 && !job.lazy;
   queue->jobs.push_back(std::move(job));
   if (!queue->has_thread) {
     queue->has_thread = true;
     std::thread(work, queue).detach();
   }
   w.changed.notify_all();
-  return {queue, ++queue->enqueued};
-}
-
-void wait(Lock& lock, Point point, const char* kind) {
-  World& w = world();
-  if (kind != nullptr) {
-    w.waits.emplace_back(kind, static_cast<int64_t>(pthread_self()));
-    if (w.waits.size() > 100000) w.waits.pop_front();
-  }
-  w.changed.wait(lock, [&] { return point.passed(); });
+  Point point{queue, ++queue->enqueued};
+  if (at_once) wait(lock, point);
+  return point;
 }
 
 // ------------------------------------------------------------------------------------------------ devices
@@ -211,7 +249,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryStream(const c10::Stream& stream) const override {
     Lock lock(world().mutex);
-    return queue_of(stream)->finished == queue_of(stream)->enqueued;
+    Point point{queue_of(stream), queue_of(stream)->enqueued};
+    want(point);
+    return point.passed();
   }
   void synchronizeStream(const c10::Stream& stream) const override {
     Lock lock(world().mutex);
@@ -219,11 +259,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeDevice(c10::DeviceIndex device) const override {
     Lock lock(world().mutex);
-    const char* kind = "device";
-    for (Queue& queue : world().queues[device]) {
-      wait(lock, {&queue, queue.enqueued}, kind);
-      kind = nullptr;
-    }
+    wait(lock, {}, "device");
+    for (Queue& queue : world().queues[device]) wait(lock, {&queue, queue.enqueued});
   }
 
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
@@ -236,11 +273,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void* event, const c10::Stream& stream) const override {
     if (event == nullptr) return;
     Lock lock(world().mutex);
-    enqueue(queue_of(stream), {.after = *static_cast<Point*>(event)});
+    enqueue(lock, queue_of(stream), {.kind = kBarrier, .after = *static_cast<Point*>(event)});
   }
   bool queryEvent(void* event) const override {
     Lock lock(world().mutex);
-    return event == nullptr || static_cast<Point*>(event)->passed();
+    if (event == nullptr) return true;
+    want(*static_cast<Point*>(event));
+    return static_cast<Point*>(event)->passed();
   }
   void synchronizeEvent(void* event) const override {
     if (event == nullptr) return;
@@ -321,15 +360,31 @@ c10::DataPtr allocate(size_t asked, int device) {
   return {block->at, block, &release, where};
 }
 
-struct Allocator final : c10::Allocator {
-  explicit Allocator(bool pins) : pins(pins) {}
-  bool pins;
-  c10::DataPtr allocate(size_t bytes) override { return ::allocate(bytes, pins ? -1 : current_device); }
-  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+struct DeviceMemory final : c10::DeviceAllocator {
+  c10::DataPtr allocate(size_t bytes) override { return ::allocate(bytes, current_device); }
+  void copy_data(void* to, const void* from, size_t bytes) const override { memcpy(to, from, bytes); }
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override {}
+  void recordStream(const c10::DataPtr& memory, c10::Stream stream) override {
+    Guard().recordDataPtrOnStream(memory, stream);
+  }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
+    Lock lock(world().mutex);
+    c10::CachingDeviceAllocator::DeviceStats stats;
+    stats.allocated_bytes[0].increase(world().device_bytes[device]);
+    return stats;
+  }
+  void resetAccumulatedStats(c10::DeviceIndex) override {}
+  void resetPeakStats(c10::DeviceIndex) override {}
+};
+
+struct PinnedMemory final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override { return ::allocate(bytes, -1); }
   void copy_data(void* to, const void* from, size_t bytes) const override { memcpy(to, from, bytes); }
 };
 
-Allocator device_memory(false), pinned_memory(true);
+DeviceMemory device_memory;
+PinnedMemory pinned_memory;
 REGISTER_ALLOCATOR(kFake, &device_memory);
 
 bool is_pinned(const void* memory) {
@@ -393,19 +448,17 @@ void poison(const at::Tensor& tensor) {
 void drain(c10::Device device) {
   Lock lock(world().mutex);
   Queue* queue = current_queue(device);
-  wait(lock, {queue, queue->enqueued}, nullptr);
+  wait(lock, {queue, queue->enqueued});
 }
 
 // What a kernel has computed: `tensor`, whose stream is idle, gets it later.
 void publish(const at::Tensor& tensor, const at::Tensor& value) {
   if (tensor.numel() == 0) return;
   poison(tensor);
-  World& w = world();
-  Lock lock(w.mutex);
-  Queue* queue = current_queue(tensor.device());
-  Job job{.run = [to = in_host(tensor), value] { to.copy_(value); }};
-  job.delay_s = random_delay(queue, w.kernel_delay_s);
-  enqueue(queue, std::move(job));
+  Lock lock(world().mutex);
+  enqueue(
+      lock, current_queue(tensor.device()),
+      {.kind = kKernel, .run = [to = in_host(tensor), value] { to.copy_(value); }});
 }
 
 struct Inside {
@@ -435,19 +488,18 @@ void kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
   at::native::cpu_fallback(op, stack, /*error_on_views=*/true);
 }
 
-void enqueue_copy(Queue* queue, char* to, const char* from, size_t bytes, Count count, std::shared_ptr<char> kept) {
-  World& w = world();
-  w.counts[count] += bytes;
-  Job job;
+void enqueue_copy(
+    Lock& lock, Queue* queue, Kind kind, char* to, const char* from, size_t bytes, std::shared_ptr<char> kept) {
+  world().counts[kind] += bytes;
+  Job job{.kind = kind};
   job.poison = [=] { memset(to, kPoison, bytes); };
   // What was given to the stream before may still read the destination.
   if (queue->enqueued == queue->finished) {
     job.poison();
     job.poison = nullptr;
   }
-  job.delay_s = random_delay(queue, w.copy_delay_s);
   job.run = [=] { memcpy(to, from, bytes); (void)kept; };
-  enqueue(queue, std::move(job));
+  enqueue(lock, queue, std::move(job));
 }
 
 // Streams that use pinned memory delay its reuse, if the tensor has the memory itself (and not an array made from it).
@@ -481,7 +533,7 @@ void copy_host(const at::Tensor& from, const at::Tensor& to, bool non_blocking) 
     }
   }
   enqueue_copy(
-      queue, static_cast<char*>(to.data_ptr()), source, bytes, to_device ? kToDevice : kToHost, std::move(kept));
+      lock, queue, to_device ? kToDevice : kToHost, static_cast<char*>(to.data_ptr()), source, bytes, std::move(kept));
   if (!non_blocking) wait(lock, {queue, queue->enqueued}, "copy");
 }
 
@@ -489,11 +541,11 @@ void copy_host(const at::Tensor& from, const at::Tensor& to, bool non_blocking) 
 void copy_between(const at::Tensor& from, const at::Tensor& to) {
   Lock lock(world().mutex);
   Queue *reads = current_queue(from.device()), *writes = current_queue(to.device());
-  enqueue(reads, {.after = {writes, writes->enqueued}});
-  auto* target = static_cast<char*>(to.data_ptr());
+  enqueue(lock, reads, {.kind = kBarrier, .after = {writes, writes->enqueued}});
   enqueue_copy(
-      reads, target, static_cast<const char*>(from.const_data_ptr()), to.numel() * to.itemsize(), kBetween, nullptr);
-  enqueue(writes, {.after = {reads, reads->enqueued}});
+      lock, reads, kBetween, static_cast<char*>(to.data_ptr()), static_cast<const char*>(from.const_data_ptr()),
+      to.numel() * to.itemsize(), nullptr);
+  enqueue(lock, writes, {.kind = kBarrier, .after = {reads, reads->enqueued}});
 }
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
@@ -601,6 +653,48 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
 }
 
+// The function, with the device of its arguments as the current one.
+template <auto function>
+struct OnDevice;
+
+template <class Result, class... Arguments, Result (*function)(Arguments...)>
+struct OnDevice<function> {
+  static Result call(Arguments... arguments) {
+    c10::OptionalDeviceGuard guard;
+    (note(guard, arguments), ...);
+    return function(arguments...);
+  }
+  template <class Any>
+  static void note(c10::OptionalDeviceGuard&, const Any&) {}
+  static void note(c10::OptionalDeviceGuard& guard, const at::Tensor& tensor) { guard.reset_device(tensor.device()); }
+  static void note(c10::OptionalDeviceGuard& guard, const std::optional<c10::Device>& device) {
+    if (device.has_value()) guard.reset_device(Guard::known(*device));
+  }
+};
+
+// What sparse tensors are made of; the rest goes through the CPU in Python.
+TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
+  m.impl("empty.memory_format", &OnDevice<&at::native::empty_sparse>::call);
+  m.impl("_sparse_coo_tensor_with_dims", &OnDevice<&at::native::new_with_dims_sparse>::call);
+  m.impl(
+      "_sparse_coo_tensor_with_dims_and_tensors",
+      &OnDevice<&at::native::new_with_dims_and_tensor_sparse_symint>::call);
+  m.impl("_indices", &at::native::_indices_sparse);
+  m.impl("_values", &at::native::_values_sparse);
+  m.impl("indices", &at::native::indices_sparse);
+  m.impl("values", &at::native::values_sparse);
+  m.impl("_nnz", &at::native::_nnz_sparse);
+  m.impl("sparse_dim", &at::native::sparse_dim_sparse);
+  m.impl("_dimI", &at::native::sparse_dim_sparse);
+  m.impl("dense_dim", &at::native::dense_dim_sparse);
+  m.impl("_dimV", &at::native::dense_dim_sparse);
+  m.impl("is_coalesced", &at::native::is_coalesced_sparse);
+  m.impl("_coalesced_", &at::native::_coalesced_sparse_);
+  m.impl("sparse_resize_", &at::native::sparse_resize_);
+  m.impl("clone", &OnDevice<&at::native::clone_sparse>::call);
+  m.impl("copy_", &at::native::copy_sparse_);
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&kernel>());
 }
@@ -619,17 +713,20 @@ void fake_begin() {
   at::RegisterPrivateUse1HooksInterface(new Hooks);
 }
 
-void fake_delays(double copy_s, double kernel_s, uint64_t seed) {
+void fake_delays(double copy_s, double kernel_s, uint64_t seed, unsigned lazy) {
   Lock lock(world().mutex);
   world().copy_delay_s = copy_s;
   world().kernel_delay_s = kernel_s;
+  world().lazy = lazy;
   for (int device = 0; device < kDevices; device++) {
     for (int stream = 0; stream < kStreams; stream++) {
       Queue& queue = world().queues[device][stream];
       queue.device = device;
       queue.random.seed(seed * 1000 + device * 100 + stream);
+      queue.wanted = queue.enqueued;  // what was lazy until now is done
     }
   }
+  world().changed.notify_all();
 }
 
 void fake_limits(int64_t device_bytes, int64_t pinned_bytes) {
