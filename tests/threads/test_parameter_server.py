@@ -356,7 +356,7 @@ def test_the_end_of_a_with_block_raises_what_has_failed_meanwhile() -> None:
         with pytest.raises(PeerLost, match="rank 1 is lost") as caught, ps.connect(group, num_keys=10) as client:  # noqa: PT012
             client.push_range(0, 10, np.ones(10, np.float32))
             until = time.monotonic() + 10
-            while client._state != "ended" and time.monotonic() < until:
+            while client._driver.state != "ended" and time.monotonic() < until:
                 time.sleep(0.01)
         client.close()  # was told once
         return type(caught.value)
@@ -444,7 +444,7 @@ def test_a_rank_that_ends_its_connection_is_lost_to_the_others(how: str) -> None
             if how == "end":
                 client.end()
             else:
-                client._events.put(lambda: client._fail(RefusedError("planted")))
+                client._driver._events.put(lambda: client._driver._fail(RefusedError("planted")))
             return 0.0
         begin = time.monotonic()
         with pytest.raises(PeerLost, match="rank 0 is lost: it has ended its connection to the parameter server"):
@@ -541,7 +541,7 @@ def test_a_wrong_time_limit_of_close_changes_nothing_and_a_list_may_be_empty() -
 def test_a_closed_connection_keeps_no_table() -> None:
     def body(group: Group) -> int:
         client = ps.connect(group, num_keys=1000, codec=tr.Int8())
-        table = weakref.ref(next(iter(client._server.shards.values())).table)
+        table = weakref.ref(next(iter(client._driver.server.shards.values())).table)
         group.barrier()
         client.push_range(0, 1000, np.ones(1000, np.float32)).wait()
         client.close()
@@ -565,7 +565,7 @@ def test_a_rank_that_asks_and_does_not_receive_is_refused(monkeypatch: pytest.Mo
         if group.rank == 1:
             client._client.on_range(Kind.PULL, 0, 10_000, None, np.zeros(10_000, np.float32))
             [(_, message)] = client._client.outgoing()
-            client._messenger.send([(0, message)] * 100)
+            client._driver.messenger.send([(0, message)] * 100)
         group.barrier()
         text = ""
         if group.rank == 0:
@@ -591,7 +591,7 @@ def test_answers_that_have_left_are_not_counted(monkeypatch: pytest.MonkeyPatch)
                 np.testing.assert_array_equal(out, np.float32(2.0))
                 out[:] = 0
             group.barrier()
-            return sum(client._messenger._unsent._num_bytes.values())
+            return sum(client._driver.messenger._unsent._num_bytes.values())
 
     assert run_ranks(2, body, transport="tcp") == [0, 0]
 
@@ -609,16 +609,16 @@ def test_many_words_about_what_a_request_waits_for() -> None:
                     time.sleep(0.01)
                 number = next(iter(client._client._queues[0].unanswered))
                 goes_on = threading.Event()
-                client._events.put(goes_on.wait)
+                client._driver._events.put(goes_on.wait)
                 for clock in range(10_000):
                     note = struct.pack("<qq", 7, clock)
                     header = Header(Kind.WAITING, shard=0, number=number, value_bytes=len(note))
-                    client._messenger.receive(0, client._spec.encode(header) + note, 0.0)
-                waits = client._events.qsize()
+                    client._driver.messenger.receive(0, client._driver.messenger._spec.encode(header) + note, 0.0)
+                waits = client._driver._events.qsize()
                 goes_on.set()
                 while client._client.slow_workers() != {7: 9_999}:
                     time.sleep(0.01)
-                found = {waits: len(client._messenger._waiting[0])}
+                found = {waits: len(client._driver.messenger._waiting[0])}
             group.barrier()
             client.clock()
             if group.rank == 1:

@@ -25,10 +25,12 @@ from totalreduce.server.announcements import announce
 from totalreduce.server.client import Client
 from totalreduce.server.clocks import Consistency
 from totalreduce.server.connection import Connection
+from totalreduce.server.driver import Driver
 from totalreduce.server.filters import Filter
 from totalreduce.server.handover import Holdings
 from totalreduce.server.layout import Layout
 from totalreduce.server.messages import WINDOW, Spec
+from totalreduce.server.messenger import Messenger
 from totalreduce.server.optimizers import Optimizer
 from totalreduce.server.placement import chains_of
 from totalreduce.server.renewal import Epoch, Renewal
@@ -299,20 +301,15 @@ class _Parts:
         renewal: Renewal | None = None,
         filter_: Filter | None = None,
     ) -> Connection:
-        """Return the connection. The arguments are those of ``Connection`` and ``Client``."""
+        """Return the connection. The arguments are those of ``Driver``, ``Connection`` and ``Client``."""
         setup, rank = self._setup, self._rank
         heads = place.servers if rank < setup.workers else {}
         client = Client(*(rank, self._layout, self.spec, heads), steps_are_atomic=renewal is not None, filter_=filter_)
         client.begin_epoch(place.servers, place.clock_of(rank), is_restored=setup.restore is not None)
-        return Connection(
-            *(place, self._name, client, self.server, self.spec),
-            rank=rank,
-            incoming_max=4 * WINDOW * len(self.shards) * (setup.workers if setup.replicas > 1 else 1),
-            timeout_s=timeout_s,
-            origin=origin,
-            check_rate=setup.optimizer.check_rate,
-            renewal=renewal,
-        )
+        incoming_max = 4 * WINDOW * len(self.shards) * (setup.workers if setup.replicas > 1 else 1)
+        open_messenger = partial(Messenger, name=self._name, spec=self.spec, incoming_max=incoming_max)
+        driver = Driver(place, client, self.server, open_messenger, renewal)
+        return Connection(driver, timeout_s=timeout_s, origin=origin, check_rate=setup.optimizer.check_rate)
 
 
 def _load_kernels(spec: Spec, optimizer: Optimizer) -> None:

@@ -1,24 +1,14 @@
-"""A rank's end of a parameter server: its thread, and what programs call.
-
-The thread handles messages, one after the other, and alone touches the server. What a rank asks its own server needs no
-message. If ranks can be replaced, the thread also forms the next group when a rank is lost (``renewal``): calls that
-are under way go on in it, and the program notices nothing but a delay.
-"""
+"""What programs call of a parameter server. The thread behind it is in ``driver``."""
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import queue
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self, final
+from typing import Self, final
 
 import numpy as np
 
@@ -27,21 +17,13 @@ from totalreduce.foundation.errors import (
     ConfigurationError,
     DeadlineExceededError,
     GroupClosed,
-    PeerLost,
-    ProtocolError,
     SlowWorkersError,
-    TotalReduceError,
 )
-from totalreduce.foundation.forking import HomeProcess
-from totalreduce.recovery.epochs import ended_early
 from totalreduce.server.arguments import Keys, Values, array_of, keys_of, readable
-from totalreduce.server.client import Client
-from totalreduce.server.messages import Kind, Message, Spec
-from totalreduce.server.messenger import Messenger
-from totalreduce.server.renewal import Epoch, Renewal
+from totalreduce.server.driver import Driver
+from totalreduce.server.messages import Kind
 from totalreduce.server.requests import Call, PushOptions
 from totalreduce.server.saving import Origin, describe_snapshot
-from totalreduce.server.server import Server
 from totalreduce.tensors.compilation import never_compiled
 
 __all__ = ["Connection", "ServerStatistics", "Ticket"]
@@ -126,82 +108,21 @@ class Connection:
     """
 
     def __init__(
-        self,
-        place: Epoch,
-        name: str,
-        client: Client,
-        server: Server,
-        spec: Spec,
-        *,
-        rank: int,
-        incoming_max: int,
-        timeout_s: float,
-        origin: Origin,
-        check_rate: Callable[[float], None],
-        renewal: Renewal | None = None,
+        self, driver: Driver, *, timeout_s: float, origin: Origin, check_rate: Callable[[float], None]
     ) -> None:
-        """Connect.
+        """Connect the program.
 
         Args:
-            place: The group, and who serves what; nothing else uses the group.
-            name: No other parameter server of the job has it.
-            client: The worker of this rank. If it has a shard there, it has made no call yet.
-            server: What this rank serves.
-            spec: Of the table.
-            rank: This rank.
-            incoming_max: The largest number of messages of one rank that are not handled.
+            driver: The worker and the server of this rank.
             timeout_s: Deadline of waits that name none.
             origin: Where the values come from.
             check_rate: Raises ``ConfigurationError`` if a push cannot have a learning rate.
-            renewal: Forms the next group when a rank is lost; ``None``: a loss ends the connection.
         """
-        self._rank, self._client, self._timeout_s, self._renewal = rank, client, timeout_s, renewal
-        self._server: Server | None = server
-        self._name, self._spec, self._incoming_max = name, spec, incoming_max
-        self._home = HomeProcess("the connection to a parameter server")
-        self._lock = threading.Condition()
-        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._waited_s, self._updates, self._check_rate = 0.0, 0, check_rate
-        self._error: TotalReduceError | None = None
-        self._origin = origin
+        self._driver, self._client, self._lock = driver, driver.client, driver.lock
+        self._timeout_s, self._origin, self._check_rate = timeout_s, origin, check_rate
+        self._waited_s = 0.0
         self._saving: tuple[Path, Call] | None = None  # the last call of ``save`` that was not done in time
         self._is_over = False  # whether this rank has ended the connection, and knows what has failed
-        self._state: Literal["open", "closing", "silent", "ended"] = "open"
-        #: How often the group was formed anew; whether that is going on now.
-        self._renewals, self._is_between = 0, False
-        self._num_bytes: Counter[str] = Counter()  # of groups that have ended
-        self._messenger = self._meet(place)
-        self._thread = threading.Thread(target=self._run, name="totalreduce-ps", daemon=True)
-        self._thread.start()
-        atexit.register(self._end_with_the_process)
-
-    def _meet(self, place: Epoch) -> Messenger:
-        """Return a messenger for a group. What it posts is dropped when the next one takes its place."""
-        messenger = Messenger(
-            *(place.group, place.seats, self._name, self._spec),
-            incoming_max=self._incoming_max,
-            is_renewed=self._renewal is not None,
-            post=partial(self._post, self._renewals),
-            handle=self._handle,
-            may_leave=self._may_leave,
-            fail=self._fail,
-        )
-        try:
-            messenger.open()
-            # From here on no message comes before its receiver has opened the channel.
-            place.group.control.barrier()
-        except PeerLost as error:
-            if self._renewal is None:
-                raise
-            self._post(self._renewals, partial(self._fail, error))
-        return messenger
-
-    def _post(self, renewals: int, event: Callable[[], None]) -> None:
-        def call() -> None:
-            if renewals == self._renewals:
-                event()
-
-        self._events.put(call)
 
     def __enter__(self) -> Self:
         return self
@@ -418,16 +339,16 @@ class Connection:
     def statistics(self) -> ServerStatistics:
         """Return numbers of this rank since it has connected."""
         with self._lock:
-            lists = self._client.lists
+            lists, num_bytes = self._client.lists, self._driver.num_bytes
             return ServerStatistics(
-                bytes_sent=self._num_bytes["sent"] + self._messenger.num_bytes["sent"],
-                bytes_received=self._num_bytes["received"] + self._messenger.num_bytes["received"],
+                bytes_sent=num_bytes["sent"],
+                bytes_received=num_bytes["received"],
                 staleness=Counter(self._client.staleness),
                 waiting_s=self._waited_s,
                 lists=lists["list"],
                 digests=lists["digest"],
                 unknown_lists=lists["unknown"],
-                updates=self._updates if self._server is None else self._server.version,
+                updates=self._driver.server.version,
                 withheld=self._client.withheld,
             )
 
@@ -445,13 +366,13 @@ class Connection:
             TotalReduceError: The connection has failed before. A call has raised the same error, if there was one.
         """
         timeout_s = self._timeout_s if timeout_s is None else checks.seconds("timeout_s", timeout_s)
-        if not self._home.is_here or self._is_over:
+        driver = self._driver
+        if not driver.home.is_here or self._is_over:
             return
         self.finish()
-        self._thread.join(timeout_s)
+        is_late = not driver.has_ended(timeout_s)
         with self._lock:
-            is_late, late = self._thread.is_alive(), sorted(self._messenger.talking)
-            error, failed = self._error, self._client.unreported()
+            late, error, failed = sorted(driver.messenger.talking), driver.error, self._client.unreported()
         self.end()
         if error is not None:
             raise error.with_traceback(None)
@@ -464,11 +385,7 @@ class Connection:
 
     def finish(self) -> None:
         """Have other workers not wait for this one any more, and return at once; ``close`` waits for their end."""
-        with self._lock:
-            if self._state == "open":
-                self._state = "closing"
-                self._submit(self._client.finish())
-                self._events.put(lambda: None)  # all others may have finished before, so that nothing wakes the thread
+        self._driver.finish()
 
     def has_ended(self, timeout_s: float | None = None) -> bool:
         """Return whether all ranks have closed their connections, or this one has failed; wait so long for it.
@@ -476,29 +393,20 @@ class Connection:
         Args:
             timeout_s: Seconds; ``None``: there is no deadline, because the loss of a rank ends the connection, too.
         """
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        return self._driver.has_ended(timeout_s)
 
     def end(self) -> None:
         """End without waiting for other ranks, after an error. They cannot go on with the parameter server.
 
         Memory of calls that were not done may still be sent or received until the group is closed.
         """
-        if self._home.is_here:
+        if self._driver.home.is_here:
             self._is_over = True
-            self._events.put(partial(self._end, GroupClosed("this rank has closed its connection to the servers")))
-            if self._thread is not threading.current_thread():
-                self._thread.join(_END_S)
-
-    def _end_with_the_process(self) -> None:
-        """End before Python does: a thread that waits in torch's store then would abort the process."""
-        if self._home.is_here and self._state in ("closing", "silent"):  # the others may need a moment, too
-            self._thread.join(_END_S)
-        self.end()
+            self._driver.end()
 
     def await_call(self, call: Call, timeout_s: float | None) -> None:
         """Wait for a call; see ``Ticket.wait``."""
-        self._home.check()
+        self._driver.home.check()
         patience_s = self._timeout_s if timeout_s is None else checks.seconds("timeout_s", timeout_s, or_zero=True)
         begin = time.monotonic()
         with self._lock:
@@ -532,169 +440,17 @@ class Connection:
             return self._submit(self._client.on_keys(kind, readable(keys_of(keys)), pushed, pulled, options))
 
     def _submit(self, call: Call) -> Ticket:
-        self._flush()
+        self._driver.flush()
         return Ticket(self, call)
 
     def _check_open(self) -> None:
-        self._home.check()
-        if self._error is not None:
-            raise self._error.with_traceback(None)
-        if self._state != "open":
+        driver = self._driver
+        driver.home.check()
+        if driver.error is not None:
+            raise driver.error.with_traceback(None)
+        if driver.state != "open":
             raise GroupClosed("this rank has closed its connection to the parameter server")
         if not self._client.is_worker:
-            raise ConfigurationError(f"rank {self._rank} only serves: it is not one of the workers of tr.ps.connect")
-
-    # ------------------------------------------------------------------------------------------------------ messages
-
-    def _flush(self) -> None:
-        """Send what the client has to send. Under the lock. An error ends the connection, because requests are lost.
-
-        If a rank is lost, they are sent in the next group.
-        """
-        if self._is_between:
-            return
-        try:
-            remote = []
-            for target, message in self._client.outgoing():
-                if target == self._rank:
-                    self._post(self._renewals, partial(self._handle, target, message))
-                else:
-                    remote.append((target, message))
-            if remote:
-                self._messenger.send(remote)
-        except PeerLost as error:
-            self._post(self._renewals, partial(self._fail, error))
-            if self._renewal is None:
-                self._end(error)
-                raise
-        except BaseException as error:
-            failure = (
-                error
-                if isinstance(error, TotalReduceError)
-                else ProtocolError(f"a request could not be sent: {error!r}")
+            raise ConfigurationError(
+                f"rank {driver.server.rank} only serves: it is not one of the workers of tr.ps.connect"
             )
-            self._events.put(partial(self._end, failure))  # wakes the thread
-            self._end(failure)
-            raise
-
-    def _may_leave(self, source: int) -> bool:
-        with self._lock:
-            return self._client.has_finished(source) and (self._server is None or self._server.has_finished(source))
-
-    def _handle(self, source: int, message: Message) -> None:
-        """Handle a complete message of a rank, or of this one."""
-        kind = message.header.kind
-        if not kind.is_request and kind is not Kind.REPLICATED:
-            with self._lock:
-                is_done = self._client.answer(source, message)
-                self._flush()
-                if is_done:
-                    self._lock.notify_all()
-            return
-        assert self._server is not None
-        remote = []
-        for target, answer in self._server.take(source, message):
-            if target == self._rank:
-                self._handle(target, answer)
-            else:
-                remote.append((target, answer))
-        if remote:
-            self._messenger.send(remote)
-
-    # ---------------------------------------------------------------------------------------------------- the thread
-
-    def _run(self) -> None:
-        try:
-            patience_s = None if self._renewal is None else self._renewal.patience_s
-            while self._state != "ended":
-                try:
-                    self._next_event(patience_s)()
-                    self._end_if_all_is_done()
-                except TotalReduceError as error:
-                    self._fail(error)
-        except BaseException as error:
-            self._end(ProtocolError(f"the thread of the parameter server has failed: {error!r}"))
-            raise
-        finally:
-            self._leave()
-
-    def _next_event(self, patience_s: float | None) -> Callable[[], None]:
-        """Wait for the next event; now and then, it is a look for processes that want to join."""
-        if self._renewal is not None and self._state != "ended" and self._renewal.has_newcomers():
-            return partial(self._renew, "other processes join")
-        try:
-            return self._events.get(timeout=patience_s)
-        except queue.Empty:
-            return lambda: None
-
-    def _leave(self) -> None:
-        """Tell the others that this rank has ended, unless they know; drop the table."""
-        atexit.unregister(self._end_with_the_process)
-        with contextlib.suppress(TotalReduceError):  # the group may be closed already
-            # All ranks hear of a loss by themselves. If this rank's message came first, they would think it lost.
-            if self._error is not None and not isinstance(self._error, PeerLost):
-                self._messenger.say_goodbye()
-        with contextlib.suppress(TotalReduceError):
-            self._messenger.close()
-        if self._renewal is not None:
-            with contextlib.suppress(TotalReduceError):
-                self._renewal.end(is_complete=self._error is None)
-        with self._lock:
-            if self._server is not None:
-                self._updates, self._server = self._server.version, None
-            self._client.release()
-
-    def _end_if_all_is_done(self) -> None:
-        """Say goodbye when this worker has finished, and so have all workers of this server; end when all have."""
-        with self._lock:
-            if self._state == "closing" and self._client.is_idle and (self._server is None or self._server.is_finished):
-                self._state = "silent"
-                self._messenger.say_goodbye()
-            if self._state == "silent" and not self._messenger.talking:
-                self._state = "ended"
-
-    def _fail(self, error: TotalReduceError) -> None:
-        """After the loss of a rank go on in the next group, if ranks can be replaced; else end. In the thread."""
-        is_of_group = isinstance(error, PeerLost | DeadlineExceededError | GroupClosed)
-        if self._renewal is None or not is_of_group or self._state == "ended":
-            self._end(error)
-            return
-        try:
-            self._renew(error if isinstance(error, PeerLost) else str(error))
-        except TotalReduceError as failure:
-            self._end(failure)
-
-    def _renew(self, reason: PeerLost | str) -> None:
-        """Form the next group, and send everything again that was not answered."""
-        assert self._renewal is not None
-        with self._lock:
-            self._is_between = True
-            self._renewals += 1  # nothing of the last group is handled any more
-        with contextlib.suppress(TotalReduceError):
-            self._messenger.close()
-        place = self._renewal.renew(reason)
-        if place is None:
-            if self._state == "open" or not self._client.is_idle:
-                raise ended_early()
-            self._state = "ended"
-            return
-        messenger = self._meet(place)
-        with self._lock:
-            if self._state == "silent":
-                self._state = "closing"
-            self._client.begin_epoch(place.servers, place.clock_of(self._rank))
-            self._num_bytes += self._messenger.num_bytes
-            self._messenger = messenger
-            self._is_between = False
-            self._flush()
-        self._end_if_all_is_done()
-
-    def _end(self, error: TotalReduceError) -> None:
-        with self._lock:
-            if self._error is None and self._state != "ended":
-                self._error = error
-                with contextlib.suppress(TotalReduceError):  # nothing is received into the memory of failed calls
-                    self._messenger.close()
-                self._client.fail(error)
-            self._state = "ended"
-            self._lock.notify_all()

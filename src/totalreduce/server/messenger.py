@@ -89,7 +89,7 @@ class Messenger:
         Args:
             group: The ranks; nothing else uses the group.
             seats: By rank of the group: its seat, by which servers and workers are named.
-            name: A name that no other parameter server of the job has.
+            name: No other parameter server of the job has it.
             spec: Of the table.
             incoming_max: The largest number of messages of one rank that are not handled.
             is_renewed: Whether another group follows if a rank leaves before all have said goodbye.

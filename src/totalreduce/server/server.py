@@ -71,6 +71,7 @@ class Server:
         """Begin without shards."""
         self.rank = rank
         self._copies: dict[int, _Copy] = {}
+        self._released_version = 0
 
     @property
     def shards(self) -> dict[int, Shard]:
@@ -80,7 +81,8 @@ class Server:
     @property
     def version(self) -> int:
         """The number of pushes that were applied to shards of which this rank is the head."""
-        return sum(copy.shard.table.version for copy in self._copies.values() if copy.before is None)
+        heads = (copy.shard for copy in self._copies.values() if copy.before is None)
+        return self._released_version + sum(shard.table.version for shard in heads)
 
     @property
     def is_finished(self) -> bool:
@@ -90,6 +92,10 @@ class Server:
     def has_finished(self, worker: int) -> bool:
         """Return whether a rank is no worker, or has finished."""
         return all(copy.shard.has_finished(worker) for copy in self._copies.values())
+
+    def release(self) -> None:
+        """Drop all shards: nothing is asked any more."""
+        self._released_version, self._copies = self.version, {}
 
     # --------------------------------------------------------------------------------------------------------- epochs
 

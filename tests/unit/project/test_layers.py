@@ -18,13 +18,15 @@ FILES = [*sorted(ROOT.rglob("*.py")), *sorted(BENCHMARKS.rglob("*.py"))]
 PROGRAMS = ("cli/", "bench/", "planning/", "benchmarks/")
 #: Who carries exchanges out and measures them, and the thread that does it beside the backward pass.
 SPARSE_DRIVERS = {"auto.py", "c10d_driver.py", "group_driver.py", "rounds.py", "worker.py"}
+#: What programs call of a parameter server, the thread behind it, and its messages.
+SERVER_DRIVERS = {"connection.py", "driver.py", "messenger.py"}
 PURE = [
     *(ROOT / "engine").glob("*.py"),
     *(ROOT / "coordination").glob("*.py"),
     *(ROOT / "schedules").glob("*.py"),
     *(ROOT / "foundation").glob("*.py"),
     *(path for path in (ROOT / "sparse").glob("*.py") if path.name not in SPARSE_DRIVERS),
-    *(path for path in (ROOT / "server").glob("*.py") if path.name not in ("connection.py", "messenger.py")),
+    *(path for path in (ROOT / "server").glob("*.py") if path.name not in SERVER_DRIVERS),
     ROOT / "transports" / "simulated.py",
     ROOT / "transports" / "simulated_hosts.py",
     ROOT / "planning" / "simulation.py",
@@ -127,7 +129,7 @@ def test_files_with_threads_are_known() -> None:
         "pytorch/ddp_connection.py",
         "pytorch/gossip_steps.py",
         "pytorch/served_steps.py",
-        "server/connection.py",
+        "server/driver.py",
         "sparse/worker.py",
         "recovery/snapshots.py",
         "observe/dashboard.py",
@@ -245,7 +247,6 @@ LARGE = {
     "relay/relay.py Relay": (23, 16, "what of its memory is free"),
     "runner/runner.py Runner": (31, 17, "how threads end"),
     "server/client.py Client": (35, 18, "it cuts, encodes, filters, sends and sends again"),
-    "server/connection.py Connection": (42, 24, "lists, slices and bounds"),
     "server/dense.py ServerSteps": (37, 26, "who has the optimizer, and the rule"),
     "server/messenger.py Messenger": (13, 18, "the functions that it calls"),
     "transports/connection.py _ReceivingHalf": (15, 16, "what the relay must know"),
