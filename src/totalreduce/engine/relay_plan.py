@@ -5,8 +5,8 @@ The relay must know which message of a lane is next. Two kinds of schedules fit:
 * In a ring or a chain a rank receives from one neighbour and sends to another one. A lane of the operation is a lane of
   the relay, whose rows are the actions of the schedule.
 * Where every block travels from one rank to another one (alltoall, gather, scatter), no message waits for an addition.
-  The relay has a lane for each block, and row i is the block's message in lane i of the operation. What has left of a
-  block is at most ``exchange_window`` ahead of what has come of every other.
+  A lane of the relay is a block, and its row i is the block's message in lane i of the operation. Of no block this rank
+  sends more than ``exchange_window`` bytes beyond what it has received of each other block.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class RelayPlan:
         rows: By lane of the relay: the rows of ``kernels.relay``, one after the other.
         lanes: The words of these lanes that do not change (``kernels.relay.lanes_of``), with indices of ``peers``.
         ahead: By how many rows a lane that sends may be ahead of the lanes that receive; 0: it does not wait for them.
-        positions: Returns the positions of an operation that messages of the engine have carried out so far; ``None``:
-            it cannot be handed over now.
+        positions: Returns the rows from which the relay goes on with an operation that the engine's messages have
+            begun; ``None``: it cannot be handed over now.
         kind: The element type (``kernels.element_types``).
         itemsize: The bytes of an element.
         reduction: How contributions are combined (``kernels.element_types``).
@@ -82,7 +82,7 @@ class RelayPlan:
 
     @property
     def is_of_blocks(self) -> bool:
-        """Whether the lanes are blocks, so that a message that the engine receives itself changes no other lane."""
+        """Whether the lanes are blocks: the engine may receive some messages, because no other lane depends on them."""
         return self.ahead > 0
 
 
@@ -114,8 +114,8 @@ def plan_of(
 def _plan_of_lanes(layout: OperationLayout, peers: tuple[int, ...]) -> RelayPlan | None:
     """Return the plan of a schedule with one source, in which messages are added."""
     program, signature = layout.program, layout.signature
-    # A message must come when its lane expects it. With one source it does. In the chain of a broadcast the consent, an
-    # empty message, is the only one of a second source, and comes after the data of this rank has left.
+    # The messages of a lane must come in the order of its rows. From one source they do. A chain has a second source
+    # only in a broadcast: it sends the consent, an empty message, after the data of this rank has left.
     if len(program.sources) > 1 and program.algorithm != Algorithm.CHAIN:
         return None
     if len(peers) > words.PEERS_MAX or layout.num_lanes > words.LANES_MAX:
@@ -219,8 +219,8 @@ def _plan_of_blocks(
     rows, signatures, positions = [], [], []
     for index, action in enumerate(layout.program.actions):
         regions = [region for region in (layout.regions(lane)[index] for lane in range(layout.num_lanes)) if region]
-        # The sender chooses the connection by the longest message that it knows of. So only a block whose messages are
-        # as long as that is sure to come by the connection for bulk.
+        # A sender chooses the connection by the longest message that it knows of, which may be another one than here.
+        # So a block is sure to come by the connection for bulk only if every message of it is bulk.
         if not regions or min(region.body_bytes for region in regions) <= config.bulk_bytes:
             return None
         if isinstance(action, Send):

@@ -4,8 +4,8 @@ The relay is a carrier that exchanges the messages of the schedule (``carrying``
 first message of it, if it is of blocks, or if the peers know its signature already and no other operation is in flight.
 Otherwise messages of the engine begin it, and the relay takes it as soon as its receivers are known to have submitted
 it, and no message of it is arriving or waiting to be added here. From then on the relay has it until it ends: the
-engine sees no message of it but those that are half-way, and the relay reports its end. If it fails, the relay forgets
-it.
+engine only sends those of its messages to their end that are half-way out, and the relay reports the operation's end.
+If the operation fails, the relay forgets it.
 
 The messages on the wire are those of the engine. So each rank may hand an operation over, at any time, or not at all.
 """
@@ -30,7 +30,7 @@ from totalreduce.foundation.header import Frame
 
 __all__ = ["Order", "Relay", "RelayTask", "RelayedTraffic", "Relaying"]
 
-#: A round trip may delay an operation if its transfer takes as long as so many of them.
+#: The transfer of an operation that the relay wants takes at least as long as so many round trips.
 _ROUND_TRIPS_MIN: Final = 16
 #: After how many seconds the peers of an operation are asked whether they have submitted it.
 _PATIENCE_S: Final = 0.2
@@ -115,7 +115,7 @@ class Relaying(Carrier):
     """The relay as a carrier.
 
     Attributes:
-        relay: The relay of the transport; ``None``: there is none.
+        relay: The relay of the transport, if it has one.
         candidates: Operations that may be handed over, and whether messages of the engine have begun them.
     """
 
@@ -157,14 +157,15 @@ class Relaying(Carrier):
         plan = self._plan(operation)
         if plan is None:
             return False
-        # A first message must tell the signature until the neighbours know it. Besides, an operation that waits to hear
-        # of its receiver is slower if other operations are in flight: the last one of the replayed step of the gpt
-        # trace took 4 ms more. Operations of blocks wait all the same: their sizes, and so their signatures, change
-        # often, and the relay cannot take them later.
-        is_alone = len(self._table.active) == 1
-        waits = plan.is_of_blocks or (is_alone and not operation.described)
-        # Nothing leaves to a peer before the peer has said that it has submitted the operation. It says so only if it
-        # expects more than the eager allowance. Where it takes long until this rank hears of it, that allowance pays.
+        # Until the neighbours know the signature, the first message must leave at once, because it tells them. And
+        # beside other operations, it takes longer to wait for the receiver: in the replayed step of the gpt trace, the
+        # last allreduce took 4 ms more. Operations of blocks wait in any case: their sizes, and so their signatures,
+        # change often, and the relay cannot take them later.
+        is_alone, neighbours_know_it = len(self._table.active) == 1, not operation.described
+        waits = plan.is_of_blocks or (is_alone and neighbours_know_it)
+        # The relay sends nothing to a peer before the peer has said that it has submitted the operation, which it does
+        # only if it expects more than the eager allowance. The engine sends that allowance at once, and so is faster
+        # where a round trip is long beside the transfer.
         bytes_sent, links = operation.layout.bytes_to.values(), self._planner.selector.links
         if waits and bytes_sent:
             round_trip_bytes = 2 * links.latency_s * links.bytes_per_s
@@ -195,7 +196,7 @@ class Relaying(Carrier):
         return layout.relay_plan or None
 
     def hand_over(self, now: float) -> None:
-        """Hand the candidates over that nothing prevents, and have the engine begin those that waited for nothing."""
+        """Hand candidates over; have the engine begin those that it has not begun and that cannot be handed over."""
         for operation, is_begun in list(self.candidates.items()):
             plan = operation.layout.relay_plan
             assert isinstance(plan, RelayPlan)
@@ -208,17 +209,16 @@ class Relaying(Carrier):
     def _hand_over(self, operation: Operation, plan: RelayPlan, now: float, *, is_begun: bool) -> bool:
         """Hand an operation over, if nothing prevents it; return whether the relay has taken it."""
         assert self.relay is not None
-        if any(operation.held.values()) or operation.computing:
+        if any(operation.held.values()) or operation.computing:  # messages wait for a receiver, or are being added
             return False
         if is_begun and not plan.targets <= operation.posted_by:
             return False
         if not self.relay.prepare_to_take(plan):
             return False
         key = operation.key
-        for delivery in self._reception.arriving:
-            header = delivery.header
-            if (header.operation, header.iteration) == key and delivery.operation in (operation, None):
-                return False
+        headers = (delivery.header for delivery in self._reception.arriving)
+        if any((header.operation, header.iteration) == key for header in headers):
+            return False
         waiting = set()  # messages that wait: the lane and the index of the action
         for messages in operation.queued.values():
             for message in messages:
@@ -236,17 +236,17 @@ class Relaying(Carrier):
         carriage = self.relay.take(task)
         if held_back:
             self._to_be_asked[operation] = held_back
-        operation.lanes_left = len(operation.lanes)  # until the relay reports its end, also of a rank that only sends
+        operation.lanes_left = len(operation.lanes)  # until the relay reports the end: lanes that only send have ended
         self._outbox.discard(operation)
         operation.unsent = sum(map(len, operation.queued.values()))  # the engine sends these to their end
         self._carrying.taken(operation, carriage, now)
         return True
 
     def tick(self, now: float) -> None:
-        """Ask the peers of operations that have waited for some time to say that they have submitted them.
+        """Ask the peers of operations that have waited for some time whether they have submitted them.
 
-        A peer that expects another signature, and so perhaps too few bytes to say so by itself, gets a message then,
-        and finds the difference.
+        A peer with another signature may expect too few bytes to say so by itself. When it has answered, the relay
+        sends it a message, in which it finds the difference.
         """
         for operation, peers in list(self._to_be_asked.items()):
             if operation.finished:

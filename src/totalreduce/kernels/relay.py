@@ -3,9 +3,9 @@
 In a schedule whose ranks have one neighbour on each side (the ring, the chain) an arriving message says by itself what
 comes next: its bytes are added or stored, and a message of the same lane leaves. So the function needs no interpreter
 between messages. It knows *operations*, each cut into *lanes*. A lane has *rows*, which are the actions of its
-schedule, and two positions: the next row that receives, and the next row that sends. All rows before the first one
-have been carried out except for the sends from the second one on. Those wait for their connection, which sends the most
-urgent one first, as ``engine.outbox.SendQueue`` does.
+schedule, and two positions: the next row that receives (``receives``), and the next row that sends (``sends``). All
+rows before ``receives`` have been carried out, except the sends from ``sends`` on. These wait for their connection,
+which sends the most urgent message first, as ``engine.outbox.SendQueue`` does.
 
 The function reads a message only if its header is exactly what a lane expects next. Any other header stays in the words
 of its connection, and the function returns, so that the engine looks at it. So the wire has the same bytes with the
@@ -17,8 +17,8 @@ and for a row, there is a structure that numbers its words. Addresses are those 
 
 **The order of accesses.** The function runs without the interpreter's lock, and other threads may use an operation
 meanwhile (``relay.RelayedOperation``). The function reads what they write (``READ_SHARED``) by ``load_shared``, and
-writes what they read (``WRITE_SHARED``) by ``store_shared``. All other words are used by the thread that moves messages
-alone, by the function or by Python.
+writes what they read (``WRITE_SHARED``) by ``store_shared``. Only the thread that moves messages uses the other words,
+in the function or in Python.
 
 =========================  ========================  =============================================================
 word                       written by                who has read it may rely on
@@ -82,7 +82,7 @@ class _Head(Structure):
     num_lanes: int = 1
     #: The first eight bytes of the headers of this group's data messages.
     prologue: int = 1
-    #: Whether the order of messages is by age alone, and after how many messages the oldest one leaves.
+    #: Whether the order of messages is by age alone, and how many messages may overtake the oldest one.
     is_fifo: int = 1
     starvation_limit: int = 1
     #: Why the function returns: bits of ``FOR_INTERPRETER`` and the following ones.
@@ -104,14 +104,15 @@ class _Head(Structure):
 #: operation has ended; a connection has ended (``failure``); it is the turn of a message that the interpreter has
 #: (``rivals_turn_here``).
 FOR_INTERPRETER, REFUSED, ENDED, FAILED, RIVALS_TURN = 1, 2, 4, 8, 16
-#: It has moved messages for so long that others must have their turn.
+#: The function has moved messages for so long without a pause that the interpreter must have its turn.
 TIME_IS_UP = 32
 
 
 class _Connection(Structure):
     #: The descriptor (-1: unused).
     fd: int = 1
-    #: Whether the socket may have bytes and may take bytes; whether the stream ends, so that a short read says nothing.
+    #: Whether the socket may have bytes, and may take bytes. Whether the peer has ended the stream: then the socket may
+    #: have more although a read returned fewer bytes than were asked for.
     readable: int = 1
     writable: int = 1
     is_ending: int = 1
@@ -190,8 +191,8 @@ class _Lane(Structure):
     #: -1: there is none, or nothing may leave to the peer yet.
     comes_by: int = PEERS_MAX
     leaves_by: int = PEERS_MAX
-    #: What is added to ``iteration`` for each row. In a lane of a block (``ahead``) row i is a message of lane i of the
-    #: operation; then the lane of the operation, which is in the upper half of ``iteration``, grows by 1.
+    #: What is added to ``iteration`` for each row. The upper half of ``iteration`` is the lane of the operation. It
+    #: grows by 1 for each row of a block (``ahead``), because row i is a message of lane i of the operation.
     per_row: int = 1
 
 
@@ -210,18 +211,18 @@ class _Operation(Structure):
     divisor: int = 1
     #: The address of the addresses of its buffers.
     buffers: int = 1
-    #: The memory for unfinished sums that are not kept in the tensor: slots of ``sum_bytes`` each. A sum has a slot
-    #: from when its message begins to arrive until it has been sent. The address of the slots, the length of each, the
-    #: address of the number of the slot of each sum (-1: it has none), the address of a stack of the free slots, their
-    #: number, and the smallest number of free slots that there was.
+    #: The address and the length of a slot. An unfinished sum that is not kept in the tensor has a slot from when its
+    #: message begins to arrive until it has been sent.
     sums: int = 1
     sum_bytes: int = 1
+    #: The address of an array of the slot of each sum (-1: none), and of a stack of the free slots; how many of these
+    #: there are, and how many there were at least.
     slots: int = 1
     free_slots: int = 1
     num_free: int = 1
     fewest_free: int = 1
-    #: Of an operation whose lanes are blocks, each of which is either sent or received: by how many rows one that is
-    #: sent may be ahead of every one that is being received. ``ahead`` of other operations is 0.
+    #: By how many rows a block that is sent may be ahead of each block that is being received; 0: the lanes of the
+    #: operation are no blocks.
     ahead: int = 1
 
 
@@ -234,8 +235,8 @@ class _Row(Structure):
     buffer: int = 1
     start: int = 1
     length_bytes: int = 1
-    #: Where a sum is written, and where a message is sent from: the number of the buffer, and the first byte. In the
-    #: buffer ``OF_SUMS``, which has the unfinished sums, each sum has ``sum_bytes`` bytes, whichever slot it is in.
+    #: Where a sum is written, and where a message is sent from: the number of the buffer, and the first byte. The
+    #: buffer ``OF_SUMS`` stands for the unfinished sums: sum i begins at byte i * ``sum_bytes``, whichever slot it has.
     into: int = 1
     into_start: int = 1
 

@@ -1,13 +1,14 @@
 """The relay of one rank: the connections and operations that the compiled function has, and its results.
 
-``kernels.relay`` says what the function does. This module keeps its words: it lends connections of the TCP transport to
-the function, takes operations of the engine, and reports the results to the ``RelayUser``. All methods are called by
-the thread that moves messages, while the function does not run; ``RelayedOperation`` may be used by any thread.
+``kernels.relay`` says what the function does. This module reads and writes the *words* of the function's block: it
+lends connections of the TCP transport to the function, takes operations of the engine, and reports the results to the
+``RelayUser``. All methods are called by the thread that moves messages, while the function does not run;
+``RelayedOperation`` may be used by any thread.
 
 A connection has one reader and one writer at any time. The function reads a connection if an operation of the relay
-receives by it and the connection's half in Python (``Connection.incoming``) has no message half-way; otherwise the half
-reads. For writing the same holds of ``Connection.outgoing``. The most urgent message that this half has for the
-connection is the *rival* of the messages of the relay: both are sent in the order of ``Order``.
+receives by it and the transport's own reader (``Connection.incoming``) is between two messages; otherwise that reader
+reads. For writing the same holds of ``Connection.outgoing``, the transport's own writer. Its most urgent message is the
+*rival* of the messages of the relay: both are sent in the order of ``Order``.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from totalreduce.transports.relay import RelayPort
 
 __all__ = ["Relay", "RelaySettings", "RelayUser", "RelayedOperation"]
 
-#: The memory for a part of a body that is to be added: it stays in the second-level cache.
+#: The length of the memory for a part of a body that is to be added: it stays in the second-level cache.
 _WINDOW_BYTES: Final = 256 * 1024
 #: How many memories for unfinished sums are kept, and how long the used part of each is at most.
 _KEPT_MAX: Final = 4
@@ -54,7 +55,7 @@ class RelaySettings(NamedTuple):
 
 
 class RelayUser(Protocol):
-    """The user of a relay. All methods return quickly. All but ``order_of_bulk`` are called by ``progress`` alone."""
+    """The user of a relay. All methods return quickly. ``Transport.wait`` calls only ``order_of_bulk``."""
 
     @property
     def has_candidates(self) -> bool:
@@ -125,12 +126,12 @@ class RelayedOperation(Carriage):
         return bool(self._words[self._at + OPERATION.lanes_left] == 0)
 
     def keep_sums_in(self, memory: Array) -> None:
-        """Keep the unfinished sums in slots of this memory, and those there that were handed over."""
+        """Keep the unfinished sums in slots of this memory; copy the sums into it that the engine has begun."""
         words, at, plan, sums = self._words, self._at, self.task.plan, self.task.sums
         count, length = len(plan.sums), plan.sum_bytes
         self.sums = memory
-        self._slots = slots = np.full((2, count), -1)  # by number: the slot of a sum; and the free slots
-        slots[1] = np.arange(count - 1, -1, -1)  # the first one lies on top
+        self._slots = slots = np.full((2, count), -1)  # row 0: the slot of each sum; row 1: a stack of the free slots
+        slots[1] = np.arange(count - 1, -1, -1)  # slot 0 lies on top
         for slot, (number, view) in enumerate(sums):
             slots[0, number] = slot
             memory[slot * length : slot * length + len(view)] = np.frombuffer(view, np.uint8)
@@ -164,7 +165,7 @@ class RelayedOperation(Carriage):
             self._failed.append(self)
 
     def accepts(self, peer: int, lane: int, step: int) -> bool:
-        """Return whether the engine may receive a message: the next one of its lane, if it is empty or of a block."""
+        """Return whether the engine may receive a message that its lane expects next: an empty one, or a block's."""
         return self._expecting(peer, lane, step) is not None
 
     def receive(self, peer: int, lane: int, step: int) -> None:
@@ -177,13 +178,15 @@ class RelayedOperation(Carriage):
             words[self._at + OPERATION.lanes_left] -= 1
 
     def _expecting(self, peer: int, lane: int, step: int) -> int | None:
-        """Return the number of the lane here whose next message this is; ``lane``: that of the operation."""
+        """Return which lane of the relay expects a message next that the engine may receive; ``None``: no lane does.
+
+        ``lane``: the lane of the operation. It is the lane of the relay; of a block it is the row.
+        """
         plan = self.task.plan
-        numbers = range(len(self.lanes)) if plan.is_of_blocks else range(lane, min(lane + 1, len(self.lanes)))
-        for number in numbers:
-            at, rows = w.LANES_AT + self.lanes[number] * LANE.num_words, plan.rows[number]
+        for number, rows in enumerate(plan.rows):
+            at = w.LANES_AT + self.lanes[number] * LANE.num_words
             index = self._words[at + LANE.receives]
-            if index == self._words[at + LANE.length] or (plan.is_of_blocks and index != lane):
+            if lane != (index if plan.is_of_blocks else number) or index == self._words[at + LANE.length]:
                 continue
             row = rows[index * ROW.num_words : (index + 1) * ROW.num_words]
             source = plan.peers[plan.lanes[number, LANE.comes_by + row[ROW.peer]]]
@@ -233,7 +236,7 @@ class _Line:
         number: Its number in the words.
         readers: How many operations receive by it.
         writers: How many operations send by it.
-        leaving: What had not left of a message when its operation failed. It is kept until the message has left.
+        leaving: A copy of what had not left of a message when its operation failed, until the message has left.
     """
 
     def __init__(self, connection: Connection, limit: UnsentLimit, number: int, words: memoryview) -> None:
@@ -264,7 +267,7 @@ class _Line:
 
     @property
     def is_read(self) -> bool:
-        """Whether the function reads from the connection, and not the connection's half."""
+        """Whether the function reads from the connection, and not the transport's reader."""
         return self.is_half_way_in or (self.readers > 0 and self.connection.incoming.is_between_messages)
 
     @property
@@ -274,7 +277,7 @@ class _Line:
 
     @property
     def needs_attention(self) -> bool:
-        """Whether a message of a failed operation is half-way, or the connection's half must read a header."""
+        """Whether a message of a failed operation is half-way, or the transport's reader must read a header."""
         words, at = self._words, self._at
         if self.leaving is not None or words[at + CONNECTION.in_lane] == w.DISCARDED:
             return True
@@ -288,15 +291,15 @@ class _Line:
 
     @property
     def is_rivals_turn(self) -> bool:
-        """Whether it is the turn of a message of the connection's half."""
+        """Whether the transport's writer may send a message now."""
         return bool(self._words[self._at + CONNECTION.rivals_turn_here])
 
     def end_rivals_turn(self) -> None:
-        """Note that the connection's half takes its turn."""
+        """Note that the transport's writer has used its turn."""
         self._words[self._at + CONNECTION.rivals_turn_here] = 0
 
     def note_rival(self, order: Order | None) -> None:
-        """Note the most urgent message that the connection's half would send, or that there is none."""
+        """Note the most urgent message that the transport's writer would send, or that there is none."""
         words, at = self._words, self._at
         words[at + CONNECTION.rival] = order is not None
         if order is not None:
@@ -306,22 +309,22 @@ class _Line:
 
     @property
     def has_rival(self) -> bool:
-        """Whether the connection's half has a message that would leave, as it was noted last."""
+        """Whether the transport's writer had a message to send when ``note_rival`` was called last."""
         return bool(self._words[self._at + CONNECTION.rival])
 
     def lend(self) -> None:
-        """Let the function use the connection, as far as its halves have no message half-way."""
+        """Let the function read and write where the transport's reader and writer are between two messages."""
         words, at = self._words, self._at
         incoming, outgoing = self.connection.incoming, self.connection.outgoing
         words[at + CONNECTION.readable], words[at + CONNECTION.writable] = incoming.readable, outgoing.writable
         words[at + CONNECTION.is_ending], words[at + CONNECTION.low_water] = incoming.is_ending, incoming.wake_bytes
         is_refused = words[at + CONNECTION.in_refused]
         words[at + CONNECTION.may_read] = incoming.is_between_messages and self.is_read and not is_refused
-        is_used = self.writers > 0 or self.is_half_way_out  # otherwise the half must learn that the socket takes bytes
+        is_used = self.writers > 0 or self.is_half_way_out  # if not, the transport gets the events of the socket
         words[at + CONNECTION.may_write] = is_used and not outgoing.has_messages
 
     def take_back(self) -> None:
-        """Tell the halves what the function knows of the socket."""
+        """Tell the transport's reader and writer what the function knows of the socket."""
         words, at = self._words, self._at
         incoming, outgoing = self.connection.incoming, self.connection.outgoing
         incoming.readable, incoming.wake_bytes = bool(words[at + CONNECTION.readable]), words[at + CONNECTION.low_water]
@@ -341,7 +344,7 @@ class _Line:
         return traffic
 
     def pop_header(self) -> memoryview | None:
-        """Return the bytes of a header that the connection's half must read, if there are some."""
+        """Return the bytes of a header that the transport's reader must read, if there are some."""
         words, at = self._words, self._at
         if not words[at + CONNECTION.in_refused] and not self._has_stray_header:
             return None
@@ -352,7 +355,7 @@ class _Line:
         return header
 
     def abandon(self, operation: RelayedOperation) -> None:
-        """Have what is half-way of an operation that has failed read and forgotten, and sent to its end."""
+        """Discard the rest of a half-way arriving message of a failed operation; send that of a leaving one."""
         words, at = self._words, self._at
         if words[at + CONNECTION.in_lane] in operation.lanes:
             words[at + CONNECTION.in_lane] = w.DISCARDED
@@ -393,11 +396,11 @@ class Relay:
         words[HEAD.event_data], words[HEAD.prologue] = _EVENT_DATA, int.from_bytes(settings.prologue, "little")
         words[HEAD.is_fifo], words[HEAD.starvation_limit] = settings.is_fifo, settings.starvation_limit
         self._lines: dict[Connection, _Line] = {}
-        #: Connections after whose next message nothing is read, because an operation could be taken then.
+        #: Connections that are read only to the end of the present message: then an operation may be taken.
         self._wanted: set[Connection] = set()
         self._operations: dict[int, RelayedOperation] = {}
         self._failed: deque[RelayedOperation] = deque()
-        #: Whether some connection did, after ``pump`` or ``settle``, which alone change that.
+        #: ``_Line.needs_attention`` of any connection, as ``pump`` or ``settle`` has left it.
         self._needs_attention = False
         #: Memory for unfinished sums of later operations, by its length: to touch fresh memory takes time.
         self._sums: dict[int, Array] = {}
@@ -408,12 +411,12 @@ class Relay:
     # -------------------------------------------------------------------------------------------------- connections
 
     def reads(self, connection: Connection) -> bool:
-        """Whether the function reads from a connection, and not the connection's half."""
+        """Whether the function reads from a connection, and not the transport's reader."""
         line = self._lines.get(connection)
         return line is not None and line.is_read
 
     def is_read_exactly(self, connection: Connection) -> bool:
-        """Whether the connection's half may read one message and no byte after it."""
+        """Whether the transport's reader may read one message and no byte after it."""
         line = self._lines.get(connection)
         return connection in self._wanted or (line is not None and line.readers > 0)
 
@@ -423,9 +426,9 @@ class Relay:
         return line is not None and line.writers > 0
 
     def take_turn(self, connection: Connection) -> bool:
-        """Begin the turn of the connection's half; return whether it may begin a message now.
+        """Use the turn of the transport's writer; return whether it may begin a message now.
 
-        If the relay sends by the connection, too, the half has a turn only where its message is the most urgent one,
+        If the relay sends by the connection, too, the writer has a turn only where its message is the most urgent one,
         and the turn is one message.
         """
         line = self._lines.get(connection)
@@ -436,14 +439,15 @@ class Relay:
         return is_turn
 
     def is_rivals_turn(self, connection: Connection) -> bool:
-        """Whether it is the turn of the connection's half: ``take_turn`` returns true if a message waits."""
+        """Whether ``take_turn`` returns true as soon as the transport's writer has a message."""
         line = self._lines.get(connection)
         return line is None or not line.writers or line.is_rivals_turn
 
     def _comes_by(self, peer: int) -> Connection | None:
-        """Return the connection by which bulk comes from a peer, if some has come and it is not encrypted."""
+        """Return the connection by which bulk has come from a peer, if there is one and it is not encrypted."""
         for connection in self._port.connections.values():
-            is_of_peer = connection.peer == peer and connection.established and connection.unsent_limit is not None
+            is_encrypted = connection.unsent_limit is None
+            is_of_peer = connection.peer == peer and connection.established and not is_encrypted
             if is_of_peer and connection.incoming.longest_bytes > self._bulk_bytes:
                 return connection
         return None
@@ -474,9 +478,9 @@ class Relay:
         self._free_number(line)
 
     def _free_number(self, line: _Line) -> None:
-        """Let another connection have the number of one that was closed, if the words of no lane name it any more.
+        """Let another connection have the number of one that was closed, if no operation uses the connection.
 
-        A peer is lost, and its operations fail, some time after its connection has ended.
+        The words of operations name it until they fail, which is some time after their connection has ended.
         """
         if not line.readers and not line.writers:
             heapq.heappush(self._free_lines, line.number)
@@ -503,7 +507,7 @@ class Relay:
         num_idle = sum(line.is_idle and connection not in needed for connection, line in self._lines.items())
         if len(needed.difference(self._lines)) > len(self._free_lines) + num_idle:
             return False
-        if plan.is_of_blocks:
+        if plan.is_of_blocks:  # the engine may receive the message that is arriving (``accepts``)
             return True
         self._wanted |= incoming
         return all(connection.incoming.is_between_messages for connection in incoming)
@@ -519,7 +523,7 @@ class Relay:
         plan = task.plan
         comes_by: list[_Line | None] = [None] * len(plan.peers)
         leaves_by: list[_Line | None] = [None] * len(plan.peers)
-        for index, peer in enumerate(plan.peers):  # counted at once, so that no line takes the number of an idle one
+        for index, peer in enumerate(plan.peers):  # each line is counted at once: the next one forgets an idle line
             incoming, outgoing = self._comes_by(peer), self._leaves_by(peer)
             if peer in plan.sources and incoming is not None:
                 line = comes_by[index] = self._line(incoming)
@@ -564,7 +568,7 @@ class Relay:
         lanes[:, LANE.iteration] += iteration
         may_leave = [None if peer in task.held_back else line for peer, line in zip(plan.peers, leaves_by, strict=True)]
         for begin, lines in ((LANE.comes_by, comes_by), (LANE.leaves_by, may_leave)):
-            numbers = np.array([-1 if line is None else line.number for line in (*lines, None)])
+            numbers = np.array([*(-1 if line is None else line.number for line in lines), -1])  # [-1]: no such peer
             lanes[:, begin : begin + w.PEERS_MAX] = numbers[lanes[:, begin : begin + w.PEERS_MAX]]
         positions = lanes[:, LANE.receives : LANE.sends + 1]
         positions[:] = task.positions
@@ -592,7 +596,7 @@ class Relay:
             words[w.LANES_AT + lane * LANE.num_words + LANE.operation] = -1
         if self._free_lanes and operation.lanes[-1] > self._free_lanes[0]:
             self._free_lanes = sorted(self._free_lanes + operation.lanes)
-        else:  # mostly, and without a comparison of all
+        else:  # the usual case, which needs no sort
             self._free_lanes[:0] = operation.lanes
         words[HEAD.num_lanes] = 1 + max((other.lanes[-1] for other in self._operations.values()), default=-1)
 
@@ -617,14 +621,14 @@ class Relay:
         """Have the function move messages, and wait for ``timeout_s`` at most if there are none.
 
         It returns as soon as there is something for the transport (``RelayPort.events``) or for ``settle``. Returns
-        whether it could go on after that.
+        whether it could go on after that: a rival's turn alone is no reason to go on.
         """
         self._sweep()
         words, lines = self._words, self._lines.values()
         for line in lines:
             line.lend()
             if line.writers or line.has_rival:
-                line.end_rivals_turn()  # it has taken its turn, or is asked again
+                line.end_rivals_turn()  # if it was not used, the function decides it again
                 line.note_rival(self._user.order_of_bulk(line.connection.peer))
         try:
             self._loaded.function(words[HEAD.address], int(timeout_s * 1e9))
@@ -669,7 +673,7 @@ class Relay:
                 refused.append(connection)
             if line.has_ended:
                 self._forget(line)
-                connection.incoming.read_to_the_end()  # which will come to the same end
+                connection.incoming.read_to_the_end()  # the transport's reader finds the same end, and reports it
         self._needs_attention = any(line.needs_attention for line in self._lines.values())
         for operation in ended:
             self._user.relay_ended(operation.task)

@@ -35,23 +35,23 @@ class MessageRelay(Protocol):
         """Take operations that can be taken now."""
 
     def reads(self, connection: Connection) -> bool:
-        """Whether the relay reads from a connection, and not the connection's half here."""
+        """Whether the relay reads from a connection, and not the transport (``Connection.incoming``)."""
 
     def is_read_exactly(self, connection: Connection) -> bool:
-        """Whether the connection's half here may read one message and no byte after it."""
+        """Whether ``Connection.incoming`` may read one message and no byte after it."""
 
     def sends_by(self, connection: Connection) -> bool:
         """Whether operations of the relay send by a connection."""
 
     def take_turn(self, connection: Connection) -> bool:
-        """Begin the turn of the connection's half here; return whether it may begin a message now.
+        """Use the turn of ``Connection.outgoing``; return whether it may begin a message now.
 
-        If the relay sends by the connection, too, the half has a turn only where its message is the most urgent one,
-        and the turn is one message.
+        If the relay sends by the connection, too, it has a turn only where its message is the most urgent one, and the
+        turn is one message.
         """
 
     def is_rivals_turn(self, connection: Connection) -> bool:
-        """Whether it is the turn of the connection's half here: ``take_turn`` returns true if a message waits."""
+        """Whether ``take_turn`` returns true as soon as ``Connection.outgoing`` has a message."""
 
     def keep_rests(self) -> None:
         """Copy what has not left of the messages of operations that have failed."""
