@@ -1,8 +1,8 @@
-"""The steps of a strategy: the model as its replica, and its exchanges beside training.
+"""The steps of a strategy in which each rank trains its own replica of the model, and ranks exchange what they need.
 
-``DistributedOptimizer`` asks before each step whether gradients are exchanged in it, and tells when a step has ended. A
-thread (``sparse/worker.py``) carries the exchanges out. A result is applied in the thread that trains, after the step
-that the strategy has named: the same one on all ranks, however fast each of them is.
+``DistributedOptimizer`` asks before each step whether gradients are exchanged in it, and calls ``stepped`` after it. A
+thread (``sparse/worker.py``) carries the exchanges out beside training. The strategy names the step after which the
+thread that trains applies a result: the same step on all ranks, however fast each of them is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Literal, final
 
 import numpy as np
 import torch
@@ -48,7 +48,7 @@ _JOINING = "this rank has announced that it has no more data: repeat join() unti
 
 @dataclass(slots=True)
 class _Kept:
-    """What a step that ends with an exchange can be undone to."""
+    """What ``undo`` restores: the state before a guarded step that ends with an exchange."""
 
     parameters: Array
     optimizer: dict[str, Any]  #: The state of the torch optimizer.
@@ -60,8 +60,8 @@ class _Kept:
 class _Joining:
     """A call of ``join``."""
 
-    most: torch.Tensor  #: An element that is the larger, the more steps this rank has taken.
-    last: Work | None = None  #: Finds the largest one of all ranks, when all have joined.
+    most: torch.Tensor  #: One element: the steps of this rank times the number of ranks, plus the rank.
+    last: Work | None = None  #: The allreduce that finds the largest of all ranks, when all have joined.
 
 
 @final
@@ -73,10 +73,10 @@ class LocalSteps(StrategySteps):
         strategy: Its settings.
         is_interrupted: Whether a call of ``step`` ran out of time, and must be repeated.
         waited_s: The seconds for which the program was blocked because results of exchanges were due.
-        is_guarded: Whether steps can be undone after a loss (``tr.recoverable``). Whoever ends the guard resets it.
+        is_guarded: Whether steps can be undone after a loss: from the first guarded step to the end of the job.
     """
 
-    lasts = True
+    outlives_group = True
     strategy: Strategy
     waited_s = 0.0
 
@@ -95,13 +95,14 @@ class LocalSteps(StrategySteps):
         self._session = strategy.session(self._replica, group.rank, group.world_size)
         self._worker = ExchangeWorker(GroupDriver(group, f"{name}.strategy", beside=True))
         self._waiting: deque[tuple[Pending, Job]] = deque()
-        self._unstarted: list[Job] = []  #: Exchanges that begin anew with the next call: then the group is complete.
+        self._unstarted: list[Job] = []  #: Exchanges to begin anew in the next call: the group is complete then.
         self._kept: _Kept | None = None  #: While a guarded step can be undone.
         self._steps, self._samples = 0, 0.0
         self.is_interrupted, self.waited_s, self.is_guarded = False, 0.0, not training.compares
         self._joining: _Joining | None = None  #: While ``join`` runs, or must be repeated.
-        #: While ``finish`` runs, or must be repeated: whether the results of all exchanges before it have been applied.
-        self._finishing: bool | None = None
+        #: What ``finish`` waits for, while it runs or must be repeated: the exchanges before it, or the one it has
+        #: begun.
+        self._finishing: Literal["", "earlier exchanges", "last exchange"] = ""
         self._loss: Any = None  #: That of the closure of an interrupted step.
         self._end = weakref.finalize(self, self._worker.close)
 
@@ -112,7 +113,7 @@ class LocalSteps(StrategySteps):
 
     @property
     def ends_exchange(self) -> bool:
-        """Whether the next step ends with an exchange, which a guard has to agree to. Equal on all ranks."""
+        """Whether the next step, or one that must be repeated, ends with an exchange. Equal on all ranks."""
         return self._kept is not None or self._session.ends_exchange()
 
     def count_samples(self, number: float) -> None:
@@ -211,7 +212,7 @@ class LocalSteps(StrategySteps):
 
     def _apply_due(self, steps: float) -> None:
         """Wait for the results that are due after so many steps, and apply them."""
-        self._start_anew()
+        self._start_restarted()
         while self._waiting and self._waiting[0][0].due <= steps:
             pending, job = self._waiting[0]
             self._worker.hurry()
@@ -221,7 +222,7 @@ class LocalSteps(StrategySteps):
 
     def _begin(self) -> None:
         """Count a step, and begin the exchanges that follow it."""
-        self._start_anew()
+        self._start_restarted()
         self._steps += 1
         weight, self._samples = self._samples, 0.0
         for pending in self._session.stepped(weight):
@@ -280,7 +281,7 @@ class LocalSteps(StrategySteps):
             if not self._waiting:
                 for pending in session.join():
                     self._start(pending)
-                    self._steps = pending.due
+                    self._steps = pending.due  # as if this rank had taken the steps until then
             self._apply_due(self._steps)
             if session.num_active == 0:
                 joining.last = group.control.allreduce(joining.most, name="strategy/joined", op=ReduceOp.MAX)
@@ -307,18 +308,18 @@ class LocalSteps(StrategySteps):
             raise ConfigurationError(
                 "finish() cannot be undone where a rank is lost: call it behind the block of tr.recoverable"
             )
-        if self._finishing is None:
+        if not self._finishing:
             self._refuse_interrupted()
             if self._joining is not None:
                 raise ConfigurationError(_JOINING)
-            self._finishing = False
-        if not self._finishing:
+            self._finishing = "earlier exchanges"
+        if self._finishing == "earlier exchanges":
             self._apply_due(math.inf)
             for pending in self._session.ending():
                 self._start(pending)
-            self._finishing = True
+            self._finishing = "last exchange"
         self._apply_due(self._steps)
-        self._finishing = None
+        self._finishing = ""
 
     def trains(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Whether the strategy trains these parameters."""
@@ -336,7 +337,7 @@ class LocalSteps(StrategySteps):
             DeadlineExceededError: An exchange takes longer than the group's ``timeout_s``. The call may be repeated.
         """
         self._refuse_interrupted()
-        self._start_anew()
+        self._start_restarted()
         results = []
         for pending, job in self._waiting:
             self._worker.hurry()
@@ -363,7 +364,7 @@ class LocalSteps(StrategySteps):
         return [{"channel": pending.channel, "due": pending.due} for pending, _ in self._waiting]
 
     def _restart(self, under_way: Sequence[Mapping[str, int]]) -> None:
-        """Have exchanges begin anew, in the next call and after those that wait."""
+        """Make exchanges again that were under way; the next call starts them (``_start_restarted``)."""
         for each in under_way:
             if not isinstance(self._session, RestartableSession):
                 raise ConfigurationError(f"{self.strategy.name!r} cannot restart an exchange that was under way")
@@ -372,8 +373,8 @@ class LocalSteps(StrategySteps):
             self._waiting.append((pending, job))
             self._unstarted.append(job)
 
-    def _start_anew(self) -> None:
-        """Start the exchanges that are to begin anew."""
+    def _start_restarted(self) -> None:
+        """Start the exchanges that ``_restart`` has made."""
         while self._unstarted:
             self._worker.start(self._unstarted[0])
             del self._unstarted[0]
@@ -436,7 +437,7 @@ class LocalSteps(StrategySteps):
         self._renew(state["shared"], state["own"], self._under_way())
 
     def _renew(self, shared: Any, own: Any, under_way: Sequence[Mapping[str, int]]) -> None:
-        """Make the session again for the present rank and number of ranks; ``own``: ``None``: begins anew."""
+        """Make the session again for the present rank and number of ranks, and anew where ``own`` is ``None``."""
         self._waiting.clear()
         self._unstarted.clear()
         self._session = self.strategy.session(self._replica, self._group.rank, self._group.world_size)
@@ -444,7 +445,7 @@ class LocalSteps(StrategySteps):
         self._restart(under_way)
 
     def _refuse_unfinished(self) -> None:
-        if self._finishing is not None:
+        if self._finishing:
             raise ConfigurationError("the last finish() was interrupted: repeat it until it returns")
 
     def _refuse_interrupted(self) -> None:

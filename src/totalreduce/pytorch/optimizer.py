@@ -9,10 +9,10 @@ synchronises some of the parameters:
 * ``buffers.BufferReducer``: the model's buffers, which travel with the gradients;
 * ``sparse_gradients.SparseResults``: no communication. It converts reduced gradients for ``SparseAdam``.
 
-The first gradient of a step opens its round. With ``overlap="backward"`` the end of the backward pass closes the round,
-which sends all gradients that have not left, and waits for those of the other ranks. With other values of ``overlap``
-the round is closed by ``step()``, ``synchronize()`` or ``join()``, or when ``param_groups`` is read. If no gradient has
-come, the call that closes a round opens it first.
+The first gradient of a step opens its round. Whatever closes the round sends all gradients that have not left, and
+waits for those of the other ranks. With ``overlap="backward"`` the end of the backward pass closes it; otherwise
+``step()``, ``synchronize()`` or ``join()`` does, or a read of ``param_groups``. If no gradient has come, the call that
+closes a round opens it first.
 
 A *plan* says which reducer has which parameters (``planning``); the ranks compare their plans. ``replan()`` and
 ``add_param_group()`` end the plan and make another one with new reducers. Residuals stay: they are in ``compression``.
@@ -92,7 +92,7 @@ def _unchanged(gradients: list[tuple[torch.Tensor, torch.Tensor, int]]) -> bool:
 
 
 class _NoStrategyError(ConfigurationError, AttributeError):
-    """What belongs to a strategy is asked of an optimizer without one. ``hasattr`` is false."""
+    """An optimizer without a strategy was asked for what only a strategy has. ``hasattr`` returns false."""
 
 
 class DistributedOptimizer(CompressingOptimizer):
@@ -111,19 +111,19 @@ class DistributedOptimizer(CompressingOptimizer):
         op: ``AVG``: gradients are averaged over the ranks. ``SUM``: they are added.
         bucket_bytes: The size limit of a bucket, whose gradients travel as one operation. Default: 4 MiB. With a
             native library: 8 MiB, or the coordinator's ``fusion_bytes`` if that is smaller.
-        overlap: Until when communication may go on. ``"backward"``: ``backward()`` returns when the gradients are
-            those of all ranks, as with DistributedDataParallel. So every backward pass outside of ``no_sync()`` is a
-            round, and all ranks make the same number of these passes in a step, or none. ``"step"``: ``step()`` waits,
+        overlap: Until when communication may go on. ``"backward"``: ``backward()`` returns when the gradients are those
+            of all ranks, as with DistributedDataParallel. So every backward pass outside of ``no_sync()`` is a round:
+            in a step, a rank makes as many of these passes as the other ranks, or none. ``"step"``: ``step()`` waits,
             and the gradients are this rank's own until then. Only steps are rounds, so ranks may make different numbers
             of backward passes. With ``op=SUM``, ``"backward"`` means ``"step"``. ``"iterations"``: ``step()`` without a
-            closure returns at once. Before its next forward pass, each module waits only for the
-            gradients of its own parameters. ``step()`` waits and updates all parameters, as with ``"step"``, if
-            the gradients are already synchronised (by ``synchronize()``, or because ``param_groups`` was read, as
-            ``GradScaler`` does); if a step hook is registered on the torch optimizer or for all torch optimizers; or if
-            no module of ``model`` has run since the plan was made. ``"iterations"`` requires ``model`` and cannot be
-            combined with ``sync``, except with ``tr.ParameterServer``, whose values or gradients then come in the order
-            in which forward needs them. ``DistributedOptimizer`` uses ``"step"`` instead, without an error, if
-            ``on_missing="error"``, if sparse gradients are gathered, or if the torch optimizer is LBFGS or SparseAdam.
+            closure returns at once. Before its next forward pass, each module waits only for the gradients of its own
+            parameters. ``step()`` waits and updates all parameters, as with ``"step"``, if the gradients are already
+            synchronised (by ``synchronize()``, or because ``param_groups`` was read, as ``GradScaler`` does); if a step
+            hook is registered on the torch optimizer or for all torch optimizers; or if no module of ``model`` has run
+            since the plan was made. ``"iterations"`` requires ``model`` and cannot be combined with ``sync``, except
+            with ``tr.ParameterServer``, whose values or gradients then come in the order in which forward needs them.
+            ``DistributedOptimizer`` uses ``"step"`` instead, without an error, if ``on_missing="error"``, if sparse
+            gradients are gathered, or if the torch optimizer is LBFGS or SparseAdam.
         on_missing: What to do if only some ranks have a gradient of a parameter. ``"zero"``: the others count as having
             zeros. ``"error"``: every rank raises ``MissingTensorError``. ``"error"`` does not apply to sparse gradients
             that are gathered, and cannot be combined with ``sync``.
@@ -252,20 +252,20 @@ class DistributedOptimizer(CompressingOptimizer):
             buffers=buffers,
         )
         self._group, self._name, self._given_name = group, own_name, name
-        #: What else happens in every round.
+        #: Takes part in every step, and can end it. ``tr.recoverable`` sets it.
         self.guard: RoundGuard | None = None
         self._compressed = Compression(group, self._name, self._settings, grad_scaler, self._source.names)
         self._hooks = HookHandles()
-        #: The steps of the strategy; those without a strategy until a plan is made, or if there is none.
+        #: The steps of the strategy. Without a strategy, and before the first plan, all steps exchange gradients.
         self._steps: StrategySteps = GradientSteps()
         self._no_sync_depth = 0
-        self._pass = -1  #: The backward pass at whose end the round is to be closed.
+        self._pass = -1  #: The backward pass at whose end the round is to be closed; -1: none.
         self._planned = self._closed = False
         self._round = Round([], group.world_size)  #: Until there is a plan, a round without reducers.
         #: The call that a time-out has interrupted, and that must be repeated.
         self._unfinished: Unfinished | None = None
         self.skipped_steps = 0
-        # If the ranks have not met, whoever forms the group calls ``form_again``.
+        # Otherwise the ranks have not met yet, and whoever forms the group calls ``form_again``.
         if group.operations.gate.is_formed or self._settings.can_form_group:
             self._plan_gradients(begins=True)
 
@@ -301,7 +301,7 @@ class DistributedOptimizer(CompressingOptimizer):
         self._name = self._group.operations.own_name(self._given_name)
         self._compressed.name = self._name
         self._steps.close()
-        goes_on = self.guard is not None and self._steps.lasts
+        goes_on = self.guard is not None and self._steps.outlives_group
         if not goes_on:
             self._steps = GradientSteps()
         self._plan_gradients()
@@ -316,8 +316,8 @@ class DistributedOptimizer(CompressingOptimizer):
     def drop_round(self) -> None:
         """End the present round without a result: gradients, residuals and parameters are as if it had not begun.
 
-        Collective; ranks that have no gradients in flight take part without. ``tr.recoverable`` calls this for the
-        optimizers that a block does not step, whose gradients another one's backward pass has computed.
+        Collective, also among ranks without gradients in flight. ``tr.recoverable`` calls this for an optimizer that a
+        block does not step: the backward pass for another optimizer has computed gradients for this one, too.
 
         Raises:
             DeadlineExceededError: It takes longer than the group's ``timeout_s``.
@@ -347,13 +347,13 @@ class DistributedOptimizer(CompressingOptimizer):
             PlanMismatchError: The ranks' models or settings differ, or another rank cannot make a plan. Every rank
                 raises it, except one that raises its own ``ConfigurationError``. Correct the models and call
                 ``replan()`` again.
-            ConfigurationError: Raised before anything has changed: the optimizer is closed; another call ran out of
-                time and must be repeated; or the gradients are reduced already (by ``synchronize()``), and reducing
-                them again in the next ``step()`` would change them: with ``op=SUM``, with ``sync``, or with
-                ``join_divisor="world"`` where ranks have joined; or gradients that ``sync`` compresses have left in a
-                block of ``tr.recoverable``. Raised after the old plan was removed (correct the
-                cause and call ``replan()`` again): no parameter is trainable; or a parameter is not in the model, not
-                initialised, or synchronised by another ``DistributedOptimizer``.
+            ConfigurationError: Before anything has changed: the optimizer is closed; another call ran out of time and
+                must be repeated; gradients that ``sync`` compresses have left in a block of ``tr.recoverable``; or the
+                gradients are reduced already (by ``synchronize()``), and the next ``step()`` would change them if it
+                reduced them again: with ``op=SUM``, with ``sync``, or with ``join_divisor="world"`` where ranks have
+                joined. Or after the old plan was removed (correct the cause and call ``replan()`` again): no parameter
+                is trainable; or one is not in the model, not initialised, or synchronised by another
+                ``DistributedOptimizer``.
             UnsupportedError: A subclass of ``ConfigurationError``: this rank has no plan because a parameter is
                 complex, or is on a device that the group's transport cannot read. Correct that and call ``replan()``
                 again.
@@ -411,7 +411,7 @@ class DistributedOptimizer(CompressingOptimizer):
         """
         group, name, source, settings = self._group, self._name, self._source, self._settings
         try:
-            # Steps that form the group compare what must be equal on all ranks.
+            # A strategy that forms the group in its first step compares there what must be equal on all ranks.
             compares = group.operations.gate.is_formed or not settings.can_form_group
             plan = agree_on_plan(group, name, source, settings, compares=compares)
             uncompressed = self._compressed.choose(plan.compressed)
@@ -503,7 +503,7 @@ class DistributedOptimizer(CompressingOptimizer):
         """
         if self._deferred.guards_hooks:
             self._deferred.before_gradient(parameter)
-        if self.guard is not None and not self.guard.counts():
+        if self.guard is not None and not self.guard.counts():  # this rank has no sample of its own in this step
             parameter.grad = None
         steps, round_ = self._steps, self._round
         if not steps.exchanges_gradients:
@@ -547,10 +547,10 @@ class DistributedOptimizer(CompressingOptimizer):
         )
 
     def _after_backward(self) -> None:
-        """Close the round at the end of a backward pass, and wait for it when all optimizers have closed theirs.
+        """Close the round at the end of a backward pass; wait for it when all optimizers have closed theirs.
 
-        A pass within another one, as checkpoints make it, may be only a part of that one. Then the end of the outer one
-        closes the round, or ``step()`` if there are no gradients behind the inner one.
+        A nested pass, such as that of a checkpoint, may compute only some of the gradients. Then the end of the outer
+        pass closes the round; or ``step()`` does, if this optimizer gets no gradient after the nested pass.
         """
         self._pass, is_nested = -1, in_nested_backward()
         if self._round.phase is Phase.OPEN and self._waits_in_backward and not self._no_sync_depth:
@@ -643,12 +643,12 @@ class DistributedOptimizer(CompressingOptimizer):
             self._count_step()
             return result
         if self._pass != -1 and self._round.phase is Phase.OPEN and self._waits_in_backward:
-            self._pass = -1
+            self._pass = -1  # torch has not called ``_after_backward``
             self._compressed.warn(
                 "end of backward",
-                "torch has not called what was to run at the end of backward(), as with compiled autograd, so the "
-                "gradients have been this rank's own until step(). If they are clipped or read before, call "
-                "optimizer.synchronize() first; or build the optimizer with overlap='step'",
+                "torch does not say when backward() ends, as with compiled autograd, so the gradients have been this "
+                "rank's own until step(). If they are clipped or read before step(), call optimizer.synchronize() "
+                "first; or build the optimizer with overlap='step'",
                 stacklevel=3,
             )
         result = None
@@ -671,7 +671,7 @@ class DistributedOptimizer(CompressingOptimizer):
                 result = self._inner.step()
         if self._round.skipped:
             self._compressed.warn_of_skip()
-        self._round.commit()  # of a closure's round
+        self._round.commit()  # of a closure's rounds, and of one whose updates are deferred
         self._round.end_step()
         self._steps.stepped()
         self._count_step()
@@ -709,15 +709,14 @@ class DistributedOptimizer(CompressingOptimizer):
             # The loss of an earlier ``step(closure)`` that timed out after its closure had returned, if there was one.
             unfinished, self._unfinished = self._unfinished, None
             if not isinstance(unfinished, ClosureLoss):
-                # If the present gradients are reduced already and another reduction would change them (see
-                # ``repeatable``), ``before`` has them, and they are refused below if the closure has left them as they
-                # are. Otherwise ``before`` is empty.
+                # ``before`` are gradients that are reduced already, and that another reduction would change. If the
+                # closure leaves them as they are, they are refused below.
                 repeatable = self._settings.repeatable(self._round.active, self._group.world_size)
                 reduced = self._round.phase is Phase.SYNCHRONISED
                 before = _gradients(self._inner) if reduced and not repeatable else []
-                # An optimizer such as LBFGS calls the closure several times per step. The previous call has left the
-                # round synchronised, and only a gradient opens another one: a rank whose present call computes no
-                # gradient would not take part in ``_synchronize`` below, while the other ranks wait.
+                # An optimizer such as LBFGS calls the closure several times per step, and the last call has left the
+                # round synchronised. Without this line, a rank whose closure computes no gradient in the present call
+                # would not take part in ``_synchronize`` below, while the other ranks wait for it.
                 self._round.forget_result()
                 with torch.enable_grad():
                     unfinished = ClosureLoss(closure())
@@ -767,9 +766,9 @@ class DistributedOptimizer(CompressingOptimizer):
         are updated meanwhile: broadcast both afterwards from the rank that is returned, with ``broadcast_parameters``
         and ``broadcast_optimizer_state``. After ``DeadlineExceededError`` repeat ``join()``: it goes on.
 
-        With ``sync=tr.LocalSGD(...)`` a rank that has joined takes part in the averages of parameters: in the first one
-        by the steps that it has taken since the last average, or their samples, and in later ones with a weight of 0.
-        In the end all ranks have the same parameters.
+        With ``sync=tr.LocalSGD(...)`` a rank that has joined takes part in the averages of parameters. Its weight in
+        the first average is the number of its steps (or samples) since the average before, and 0 in later ones. In the
+        end all ranks have the same parameters.
 
         Returns:
             The rank that joined last, equal on all ranks.

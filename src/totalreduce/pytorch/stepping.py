@@ -25,13 +25,14 @@ class StrategySteps(ABC):
     """
 
     is_synchronous: ClassVar[bool] = False  #: Whether all steps exchange gradients.
-    lasts: ClassVar[bool] = False  #: Whether these steps can go on in a group with other members (``undo``, ``enter``).
+    #: Whether these steps can go on in a group with other members (``undo``, ``enter``).
+    outlives_group: ClassVar[bool] = False
     sees_gradients: ClassVar[bool] = False  #: Whether ``ready`` is to be called.
 
     strategy: Strategy | None  #: The settings; ``None``: there is no strategy.
     is_interrupted: bool = False  #: Whether a call of ``step`` ran out of time, and must be repeated.
-    #: The buckets that may arrive after the step that has asked for them; ``None``: these steps never end before what
-    #: they have asked for has come.
+    #: The buckets whose updates may arrive after the end of the step that has asked for them; ``None``: a step never
+    #: ends before its updates have come.
     arriving: DeferredBuckets | None = None
 
     @property
@@ -54,9 +55,9 @@ class StrategySteps(ABC):
 
         Args:
             closure: As of ``step``. With a guard there is none.
-            guard: If these steps last, ``undo`` can undo the step until the guard has agreed to it.
-            deferred: If there are buckets that arrive: makes the updates in the next forward pass, where possible.
-            flush: Has all deferred updates made, and is called before anything that needs them.
+            guard: Agrees to each step of steps that outlive their group. ``undo`` undoes a step to which it has not.
+            deferred: Makes the updates of ``arriving`` buckets in the next forward pass, where that is possible.
+            flush: Makes all deferred updates at once. It is called before anything that needs them.
         """
         del guard, deferred, flush
         return self.step(closure)
@@ -66,10 +67,10 @@ class StrategySteps(ABC):
         """Count a step that ``step`` has not taken: one with the gradients of all ranks, or one that was left out."""
 
     def use_buckets(self, buckets: Sequence[Sequence[int]]) -> None:  # noqa: B027  (most strategies do not)
-        """Note the buckets of gradients in which the strategy may send them: parameters by number, last ones first."""
+        """Note in which buckets the strategy may send gradients: numbers of parameters, the last layer first."""
 
     def ready(self, number: int) -> None:  # noqa: B027
-        """Note that backward has completed the gradient of a parameter of this step, by number. One call at a time."""
+        """Note that backward has completed the gradient of parameter ``number`` in this step. One call at a time."""
 
     def note_gradient(self, parameter: torch.Tensor, *, keeps_sparse: bool) -> None:
         """Note a gradient of this rank, which may become dense. Raises ``ConfigurationError``."""
@@ -117,11 +118,11 @@ class StrategySteps(ABC):
         """Undo a guarded step to which the guard has not agreed, if there is one."""
 
     def enter(self, group: Group, name: str) -> None:
-        """Go on after ``close``, in the group with its new members. Collective. Only of steps that last.
+        """Go on after ``close``, in the group with its new members. Collective. Only if ``outlives_group``.
 
         ``name``: different from that of every other optimizer of the group.
         """
-        raise NotImplementedError("these steps end with their group (lasts)")
+        raise NotImplementedError("these steps end with their group (outlives_group)")
 
     def close(self) -> None:  # noqa: B027
         """End. Harmless when called twice."""
