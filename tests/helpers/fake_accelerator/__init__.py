@@ -27,7 +27,7 @@ kernels compute, so that results have the bits of the CPU's. What makes it hosti
 * *Memory* is poisoned when it is taken and when it is freed, and never goes back to the system. Freed memory of a
   device waits for the stream on which it was taken and for those named by ``record_stream``. Freed pinned memory waits
   for the streams that have copied from or to its tensors; arrays that were made from such a tensor are not known,
-  as with CUDA. Memory of ``register`` is its owner's.
+  as with CUDA. Memory of ``register`` (and of ``torch.fake.cudart().cudaHostRegister``) is its owner's.
 * *Synchronous as with CUDA*: copies with ``non_blocking=False``, and copies from a device to unpinned memory. A copy
   from unpinned memory with ``non_blocking=True`` takes its source at the call. ``count("unpinned")`` has the bytes of
   copies that asked for ``non_blocking`` and had unpinned memory.
@@ -146,9 +146,9 @@ def _loaded() -> FakeAccelerator:
     library = ctypes.CDLL(str(_compiled()))
     torch.utils.rename_privateuse1_backend("fake")
     library.fake_begin()
-    torch._register_device_module("fake", _device_module())
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     fake = FakeAccelerator(library)
+    torch._register_device_module("fake", _device_module(fake))
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     fake.kernels = _python_kernels()
     return fake
 
@@ -237,7 +237,7 @@ def _python_kernels() -> tuple[torch.library.Library, ...]:
     return for_sparse, for_autocast
 
 
-def _device_module() -> types.ModuleType:
+def _device_module(fake: FakeAccelerator) -> types.ModuleType:
     """``torch.fake``: what ``torch.cuda`` has, under the same names."""
     module = types.ModuleType("torch.fake")
     accelerator = torch.accelerator
@@ -255,6 +255,10 @@ def _device_module() -> types.ModuleType:
         def __exit__(self, *error: object) -> None:
             torch._C._accelerator_maybeExchangeDevice(self._before)
 
+    runtime = types.SimpleNamespace(
+        cudaHostRegister=lambda address, num_bytes, flags: fake.register(address, num_bytes),
+        cudaHostUnregister=fake.unregister,
+    )
     functions = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -272,6 +276,7 @@ def _device_module() -> types.ModuleType:
         ),
         "set_stream": accelerator.set_stream,
         "synchronize": lambda device=None: accelerator.synchronize(_device_of(device)),
+        "cudart": lambda: runtime,
         "manual_seed": lambda seed: None,
         "manual_seed_all": lambda seed: None,
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],

@@ -338,6 +338,10 @@ def memory_that_exists_can_be_pinned():
     assert fake.unregister(address) == 0
     assert fake.unregister(address) == 713
     assert not memory.is_pinned()
+    runtime = torch.fake.cudart()
+    assert runtime.cudaHostRegister(address, array.nbytes, 0) == 0
+    assert memory.is_pinned()
+    assert runtime.cudaHostUnregister(address) == 0
 
 
 # ------------------------------------------------------------------------------------------------------------- counts
