@@ -7,8 +7,11 @@ come to it can finish the block without the others. So after a loss all survivor
 it, and none needs the parameters of another one. Only a process that was just started gets the state of a survivor.
 
 What a block may change before the vote is small (``State.keep``): gradients, random numbers, buffers of the model,
-positions, values. Residuals and parameters change after it (``Round.finish``), so undoing a block copies neither; but a
-program may change parameters before it (``weights``).
+positions, values. Residuals and parameters change after the vote (``Round.commit``), so no block copies them to be
+undone, unless the program itself has changed parameters before the vote (``weights``).
+
+An *epoch* of the data is a pass over it (``Job.epochs``). Elsewhere an epoch is one membership of the job, from one
+change of its members to the next (``epochs``).
 """
 
 from __future__ import annotations
@@ -47,8 +50,8 @@ class Change:
     epoch: int  #: The number of the membership that began.
     world_size: int
     version: int  #: The version of the state with which it began.
-    reason: str  #: Why the one before ended.
-    noticed_at: float  #: The time of day, in seconds, at which this process learned that.
+    reason: str  #: Why the membership before ended.
+    noticed_at: float  #: The time of day, in seconds, at which this process learned of that end.
     seconds: float  #: The time from then until the new group had one state.
 
 
@@ -164,7 +167,7 @@ class Job:
         if group.formation is None:
             if group.world_size > 1 and group.rank == 0:
                 _log.warning("the launcher does not replace ranks: a loss ends the job (totalreduce run --on-loss)")
-            self._level(group, Decision.of_all(group.world_size))
+            self._give_one_state(group, Decision.of_all(group.world_size))
             if handles_signals(self._options.snapshots):
                 blocks.own.vote.prepare()
             return
@@ -173,7 +176,7 @@ class Job:
         assembly.check_program(program, group.formation_settings)
         group.close(CLOSE_S)
         blocks.epochs = Epochs(
-            *(assembly, self._form, self._level), version=lambda: state.version, prepare=self._prepare
+            assembly, self._form, self._give_one_state, version=lambda: state.version, prepare=self._prepare
         )
         blocks.epochs.begin()
 
@@ -217,8 +220,9 @@ class Job:
                     optimizers[part].step()
 
         A part that has taken effect does not come again: if ranks are lost or join between the first part and the last
-        one, the other parts work on the same samples of all ranks. The next batch comes when the last part has taken
-        effect. (If ranks are lost in a step, the shares of the rest are then larger than ``batch_size``.)
+        one, the remaining parts work on the same samples, which are dealt again to the present ranks. (After a loss
+        their batches are therefore larger than ``batch_size``.) The next batch comes when the last part has taken
+        effect.
 
         Args:
             loader: As for ``batches``.
@@ -269,8 +273,8 @@ class Job:
     def batch_counts(self) -> bool:
         """Whether the samples of the present block count.
 
-        They do not on a rank that has none in this step, because fewer are left than there are ranks. It works on a
-        sample that counts on another rank, and its gradients are left out.
+        At the end of an epoch fewer samples may be left than there are ranks. A rank without a sample of its own then
+        works on one that counts on another rank, and its gradients are left out.
         """
         return self._blocks.counts
 
@@ -336,15 +340,19 @@ class Job:
             self._blocks.seed_generators()  # a DataLoader draws the seed of its workers
             for batch in dealer.deal(batches_of(loader)):
                 cursor = dealer.cursor
-                while dealer.place_now == place and dealer.cursor == cursor and not self.preempted:
+                while dealer.cursor == cursor and self._keeps_batches(place):
                     yield from self._until_effective((dealer.part, batch), Kind(num_parts=num_parts))
-                if dealer.place_now != place or self.preempted:
+                if not self._keeps_batches(place):
                     break
+
+    def _keeps_batches(self, place: tuple[int, int]) -> bool:
+        """Whether the batches that were dealt for a place are still this rank's, and the loop is to go on."""
+        return needed(self.state.sampler, "a batch").place_now == place and not self.preempted
 
     def _until_effective(self, value: Any, kind: Kind) -> Iterator[Any]:
         """Yield a value until a block has taken effect.
 
-        A batch is given up as soon as the members change, because it may then be another rank's.
+        A batch is given up when a change of members has given this rank another place (``Dealer.place_now``).
         """
         if self._is_in_loop:
             raise ConfigurationError(
@@ -368,7 +376,7 @@ class Job:
     # ------------------------------------------------------------------------------------------------------------- disk
 
     def _agree_on_own(self) -> None:
-        """Have all ranks agree on whether ranks have a state for themselves, where no vote tells that. Collective."""
+        """Have all ranks agree on whether ranks have a state of their own; in an epoch, votes tell. Collective."""
         if self._blocks.epochs is None:
             self._blocks.own.agree()
 
@@ -382,7 +390,7 @@ class Job:
     def _end_early(self) -> None:
         """Write the last version, and return when it is on disk on all ranks. Collective.
 
-        A rank that left before could have the launcher end the others while they write.
+        If a rank ended before the others, the launcher might end these while they write.
         """
         assert self._options.snapshots is not None
         self._agree_on_own()
@@ -412,13 +420,13 @@ class Job:
         """Enter the next epoch, which is ``decision`` if it is decided already."""
         epochs = self._blocks.epochs
         assert epochs is not None
-        if not self.group.operations.closed:
+        if not self.group.operations.closed:  # no rank was lost
             epochs.leave(JOINING)
         if not epochs.enter(decision):
             raise ended_early()
 
     def _prepare(self, decision: Decision) -> None:
-        """Note that an epoch begins."""
+        """Note which epoch begins; refuse it if its state is not of this rank's version."""
         epochs, version = self._blocks.epochs, self.state.version
         assert epochs is not None
         self._blocks.begin_epoch()
@@ -431,7 +439,7 @@ class Job:
         self.group.take_over(self.group.formation(**options))
         return self.group
 
-    def _level(self, group: Group, decision: Decision) -> None:
+    def _give_one_state(self, group: Group, decision: Decision) -> None:
         """Have all members of a group begin with one state. Collective."""
         state, options, blocks = self.state, self._options, self._blocks
         epochs, own = blocks.epochs, blocks.own
@@ -449,17 +457,18 @@ class Job:
             own.restore(decision, has_state=epochs.has_state)
         if begins:
             self._read_own()
-        if epochs is not None and begins:
-            own.copy(decision)
-        if epochs is not None and options.verify and not self._optimizers.have_strategy:
-            compare_states(state, group)
         if state.sampler is not None:
             state.sampler.place(group.rank, group.world_size)
-        if epochs is not None:
-            group.meter.begin_at(state.version)
-            self.epoch, at = decision.epoch, epochs.left_at
-            change = (decision.epoch, group.world_size, decision.version, epochs.left_because, at, time.time() - at)
-            self.changes.append(Change(*change))
+        if epochs is None:
+            return
+        if begins:
+            own.copy(decision)
+        if options.verify and not self._optimizers.have_strategy:
+            compare_states(state, group)
+        group.meter.begin_at(state.version)
+        self.epoch, at = decision.epoch, epochs.left_at
+        change = (decision.epoch, group.world_size, decision.version, epochs.left_because, at, time.time() - at)
+        self.changes.append(Change(*change))
 
     # --------------------------------------------------------------------------------------------------------- the end
 
