@@ -27,8 +27,8 @@ _SMALL_BYTES_MAX: Final = 16 * 1024
 #: and 69 µs with 32 KiB, 76 and 65 with 64 KiB, 107 and 80 with 128 KiB of shared memory; 125 and 134 with 64 KiB of
 #: usual memory. On 16 cores: 31 and 42 with 16 KiB, 64 and 54 with 64 KiB, 110 and 74 with 128 KiB of shared memory.
 _WHOLE_BYTES_MAX: Final = 192 * 1024
-#: The same for two ranks, of which each would read half of them by pieces, and copy the other half twice. Measured: 83
-#: instead of 114 µs with 1 MiB of usual memory, 71 instead of 93 µs in shared memory.
+#: The same for two ranks. In pieces, each would read half of the other's tensor, and copy the other half of its own
+#: twice. Measured: 83 instead of 114 µs with 1 MiB of usual memory, 71 instead of 93 µs in shared memory.
 _WHOLE_BYTES_MAX_OF_TWO: Final = 2048 * 1024
 #: A piece is at most so long: it stays in the second-level cache between the steps of a round.
 _PIECE_BYTES_MAX: Final = 256 * 1024
@@ -62,7 +62,8 @@ STAGE_CLASSES: Final = _classes(
 #: The class of every stage.
 CLASS_OF_STAGE: Final = [each for each in STAGE_CLASSES for _ in range(each.first, each.stop)]
 _LARGEST: Final = STAGE_CLASSES[-1].stage_bytes
-#: One piece of every rank is at most so long: two of each and two results fill a stage (``BoardLayout.piece_bytes``).
+#: The pieces of all ranks and a result are together at most so long: a stage has room for two such sets
+#: (``piece_bytes``).
 PIECES_BYTES_MAX: Final = _LARGEST // 2
 BOARD_BYTES: Final = ENTRIES * exchange.ENTRY_BYTES + sum(
     (each.stop - each.first) * each.stage_bytes for each in STAGE_CLASSES

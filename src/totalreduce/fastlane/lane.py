@@ -1,7 +1,7 @@
 """The fast lane of one rank: which operations it takes, what it needs for them, and their progress.
 
-Docs: docs/design/0009-fast-lane.md. The lane has no thread. Under the engine's lock the engine offers operations and
-asks (``engine.carrying``); the thread that moves messages calls ``advance``, one thread at a time.
+Docs: docs/design/0009-fast-lane.md. The lane has no thread. Under its lock, the engine offers operations to the lane
+(``engine.carrying``); the thread that moves messages calls ``advance``, one thread at a time.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ _RANKS_MAX = 62
 
 @final
 class _Plan:
-    """What the lane computes once for a layout: the words of a block that do not change; or that it takes none.
+    """What the lane computes once for a layout whose operations it takes.
 
     Attributes:
-        block: These words.
+        block: The words of an operation's block that do not change.
         is_whole: Whether the operation is exchanged as a whole, and not in pieces.
         is_short: Whether the rank that begins the operation looks for the others for a moment.
         ranks: The ranks of the operation.
@@ -104,7 +104,7 @@ class _Plan:
     )
 
     def __init__(self, layout: OperationLayout, rank: int, boards: Boards, board: BoardLayout, fetched: Array) -> None:
-        """``fetched``: memory of the lane for ``HEAD.fetched``."""
+        """``fetched``: memory for what the lane reads from other processes."""
         signature, itemsize, size = layout.signature, layout.dtype.itemsize, len(layout.ranks)
         count, blocks = signature.num_elements, signature.sizes
         self.ranks, self.has_blocks = layout.ranks, bool(blocks)
@@ -115,7 +115,7 @@ class _Plan:
         published = self._published = (count if adds else blocks[me]) * itemsize
         self.publishes = published > 0
         gathers = signature.kind not in _SCATTERINGS
-        # A reduce-scatter's blocks lie one after the other where other ranks read them; a gathering's lie alone.
+        # Other ranks read the blocks of a reduce-scatter one after the other; each block of a gathering lies apart.
         offsets = list(itertools.accumulate(blocks[:-1], initial=0)) if adds else [0] * size
         self._offsets = [offset * itemsize for offset in offsets]
         num_lanes = 1 if blocks else layout.num_lanes
@@ -227,8 +227,8 @@ class LaneCarriage(Carriage):
         bytes_received: The bytes that this rank reads of the other ranks' memory.
         words: The words of its block (see ``kernels.exchange``); ``address`` is their address.
         buffers: The bytes of its tensors; empty after its end.
-        place: Where these are, or were.
-        placed: Returns the buffer of which that is known, if it is the only one of the operation and still exists.
+        place: Where the tensors are, or were.
+        placed: Returns the buffer for which ``place`` was found, if it is the operation's only one and still exists.
         given_back: Whether messages carry the operation out after all, or it has failed before all ranks announced it.
         number: The number of its entry.
         plan: What is equal for all operations of its layout.
@@ -289,25 +289,26 @@ class LaneCarriage(Carriage):
         return bool(self.words[HEAD.found] == len(self.plan.ranks) - 1)
 
     @property
-    def is_read(self) -> bool:
+    def was_read(self) -> bool:
         """Whether no rank reads its entries and its stage any more.
 
-        A rank that has submitted an operation has ended the one of the name before it, whose entry is ``other``. All
-        ranks have submitted an operation if all of them have announced it, or if messages have carried it out and it
-        is of a kind that no rank ends earlier. If neither is known of the last operation, a later one shows it.
+        Until a rank has submitted this operation, it may still read the one of the name before, whose entry is
+        ``other``. All ranks have submitted it if all have announced it, or have announced a later one; or if messages
+        have carried it out, and no rank can end such an operation before the others submit it.
         """
         operation = self.operation
         if self.given_back:
             went_well = operation.finished and operation.error is None
-            ends_early = self.other is not None and operation.signature.kind in ENDS_EARLY
-            if (not went_well or ends_early) and not self.lane.has_begun_after(self):
+            can_end_early = self.other is not None and operation.signature.kind in ENDS_EARLY
+            are_all_known = went_well and not can_end_early
+            if not are_all_known and not self.lane.has_begun_after(self):
                 return False
         return bool(self.lane.exchange(exchange.IS_READ, self.address, 0, 0))
 
     @property
     def is_over(self) -> bool:
         """Whether it has ended and no rank reads its entries and its stage any more."""
-        return self.ended and self.is_read
+        return self.ended and self.was_read
 
     def announce(self) -> Progress:
         """Let the other ranks find the operation; end it if it is small and all ranks have announced it."""
@@ -332,7 +333,7 @@ class LaneCarriage(Carriage):
         return bool(self.lane.exchange(exchange.HAS_CHANGED, self.address, 0, 0))
 
     def give_back(self) -> bool:
-        """Withdraw the announcement, unless all ranks have announced the operation; return whether that was so."""
+        """Withdraw the announcement, unless all ranks have announced the operation; return whether it is withdrawn."""
         if self.has_begun:
             return False
         self.lane.exchange(exchange.WITHDRAW, self.address, 0, 0)
@@ -451,14 +452,15 @@ class FastLane(Carrier):
         )
 
     def place_of_next(self, carriage: LaneCarriage, buffers: _Buffers) -> _Place | None:
-        """Return where the buffers of the next operation of a name are; ``None`` if that cannot use the carriage."""
+        """Return where the buffers of the next operation of a name are; ``None`` if it cannot use the carriage."""
         plan = carriage.plan
         if not carriage.ended:
             return None
-        # The halves of a stage are used in turn, so that no rank reads the next one (``repeat``); the pieces of a stage
-        # are not. Nor does that hold if not all ranks have announced the last operation.
-        uses_halves = plan.is_whole or carriage.stage is None
-        if (not uses_halves or carriage.given_back) and not carriage.is_read:
+        # The next operation uses the other entry and the other half of the stage, which no rank reads any more if all
+        # ranks have announced the last operation (``repeat``). A stage of pieces has no other half.
+        has_other_half = plan.is_whole or carriage.stage is None
+        is_other_free = has_other_half and not carriage.given_back
+        if not is_other_free and not carriage.was_read:
             return None
         other = carriage.other
         if (other is None or self._entries[other] is not carriage) and not self._take_other(carriage):
@@ -466,7 +468,7 @@ class FastLane(Carrier):
         buffer = buffers[0]
         is_known = buffer is not None and carriage.placed() is buffer
         place = carriage.place if is_known else plan.place(buffers, self.boards)
-        # Another operation may have the stage now; or the last tensor needed none, because it lay in shared memory.
+        # Another operation may have got the stage; or the last tensor needed none, because it lay in shared memory.
         if carriage.stage is None and plan.needs_stage(place[1]):
             stage = self._free_stage(plan)
             if stage is None:
@@ -477,15 +479,15 @@ class FastLane(Carrier):
     def repeat(self, carriage: LaneCarriage, key: tuple[int, int], buffers: _Buffers, place: _Place) -> None:
         """Use a carriage for the next operation of its name, which ``restart`` announces.
 
-        No rank reads the entry, and the half of the stage, of the last operation but one: all ranks have ended that
-        operation, because they have announced the last one.
+        It uses the entry, and the half of the stage, of the operation before the last one. No rank reads these: all
+        ranks have announced the last operation, and so have ended the one before it.
         """
         assert carriage.other is not None
         words = carriage.words
         if place is not carriage.place:
             carriage.write_place(place, buffers)
         carriage.ended = carriage.given_back = False
-        words[HEAD.announced] = words[HEAD.found] = 0  # the last operation's, until ``restart``
+        words[HEAD.announced] = words[HEAD.found] = 0  # ``has_begun`` must not speak of the last operation
         carriage.buffers, carriage.iteration = buffers, key[1] + 1
         carriage.number, carriage.other = carriage.other, carriage.number
         if carriage.plan.is_whole:  # if it has no stage, both are 0
@@ -579,7 +581,7 @@ class FastLane(Carrier):
         return self._entries_at + carriage.number * exchange.ENTRY_BYTES
 
     def _free_entry(self, key: tuple[int, int], besides: LaneCarriage | None = None) -> int | None:
-        """Return an entry in which an operation may be announced, but none of ``besides``."""
+        """Return an entry in which an operation may be announced, but not one that ``besides`` uses."""
         if self._entries[_home(key)] is None:
             return _home(key)
         numbers = _numbers(key)
@@ -594,7 +596,7 @@ class FastLane(Carrier):
         return None
 
     def _take_other(self, carriage: LaneCarriage) -> bool:
-        """Give a name a second entry, which it uses in turn with the first one; return whether one is free."""
+        """Give a name a second entry, which it uses in turn with the first one; return whether one was free."""
         other = self._free_entry(carriage.operation.key, besides=carriage)
         if other is None:
             return False

@@ -34,8 +34,8 @@ from totalreduce.transports.base import Lease, Outgoing, Transport
 
 __all__ = ["EngineEndpoint", "carry_out", "complete_owners"]
 
-#: How long an error waits for the transport to let go of the memory of messages that are half-way out, in seconds:
-#: longer than until a rank that is silent counts as lost, of which nothing is awaited any more.
+#: How long an error waits for the transport to let go of the memory of messages that are half-way out, in seconds. A
+#: silent rank counts as lost before that, and its messages are let go.
 _LEAVING_S = 5.0
 #: Below this size a hand-over to the computation thread takes longer than the addition.
 _INLINE_BYTES = 64 * 1024
@@ -105,8 +105,8 @@ class EngineEndpoint:
         work: Notified when the computation thread has something to do.
         inline: Whether the thread that moves messages also carries out every computation.
         callers: The threads that submit operations without a name.
-        leaving: Operations that have failed while messages of them were half-way out, and until when at most their
-            completion waits until the transport reads their memory no more (``keep_rests``).
+        leaving: Operations that have failed while messages of them were half-way out. They complete when the transport
+            reads their memory no more (``keep_rests``), at the latest at the time that is noted with them.
     """
 
     def __init__(self, engine: Engine, carriers: Iterable[Carrier] = (), *, inline: bool) -> None:
@@ -155,11 +155,11 @@ class EngineEndpoint:
         return [operation for operation, _ in due]
 
     def begin(self, submission: Submission, carriage: LaneCarriage, end: End | None) -> Handle | None:
-        """Begin an operation in the fast lane; end it if that takes no longer than to let the engine know.
+        """Begin an operation in the fast lane without a record in the engine; end it at once if it is small.
 
-        Returns the handle. It is ``ended`` if the operation has ended: then the caller calls ``end``, which may run
-        code of the program. If the operation must be submitted to the engine, nothing changes, and the result is
-        ``None``.
+        Returns the handle; ``None``, and nothing has changed, if the operation must be submitted to the engine. The
+        handle is ``ended`` if the operation has ended: then the caller calls ``end``, which may run code of the
+        program.
         """
         lane, buffers = carriage.lane, submission.buffers
         with self.lock:
@@ -171,7 +171,7 @@ class EngineEndpoint:
                 return None
             lane.repeat(carriage, key, buffers, place)
             begun = self.unlisted[carriage] = Begun(submission, key, carriage, end)
-        if lane.restart(carriage) == exchange.DONE and self._leave(carriage):
+        if lane.restart(carriage) == exchange.DONE and self._end_unlisted(carriage):
             return self.ended
         with self.lock:
             return begun.handle()
@@ -181,10 +181,10 @@ class EngineEndpoint:
         carriage = begun.carriage
         if self.unlisted.get(carriage) is not begun:
             return False
-        return carriage.lane.advance(carriage, patient=True) == exchange.DONE and self._leave(carriage)
+        return carriage.lane.advance(carriage, patient=True) == exchange.DONE and self._end_unlisted(carriage)
 
-    def _leave(self, carriage: LaneCarriage) -> bool:
-        """Note that an operation has ended that the engine does not know."""
+    def _end_unlisted(self, carriage: LaneCarriage) -> bool:
+        """Note that an operation has ended that the engine does not know; ``False`` if the engine knows it by now."""
         with self.lock:
             if self.unlisted.pop(carriage, None) is None:
                 return False  # the engine has adopted it meanwhile, and finds its end

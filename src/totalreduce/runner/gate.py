@@ -27,7 +27,7 @@ class Gate:
         self._admitted: WeakSet[object] = WeakSet()  #: Threads.
 
     def await_formation(self, reason: str) -> None:
-        """Refuse operations for good: the group that is formed has an engine, and a gate, of its own."""
+        """Refuse operations for good: when the group is formed, it gets a new engine and a new gate."""
         self.is_formed, self.reason = False, reason
 
     def refuse(self, reason: str) -> None:

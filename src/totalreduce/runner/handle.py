@@ -71,13 +71,13 @@ class Handle:
     def wait(self, timeout_s: float) -> bool:
         """Block until the operation has ended, for at most ``timeout_s`` seconds; returns whether it has."""
         if not self.done:
-            gate = threading.Lock()
-            gate.acquire()
-            self._callbacks.insert(0, gate.release)  # before callbacks, of which one may raise an exception
+            sleep = threading.Lock()
+            sleep.acquire()
+            self._callbacks.insert(0, sleep.release)  # first, because a callback of the program may raise an exception
             if not self.done:
-                gate.acquire(timeout=max(0.0, timeout_s))
-            with contextlib.suppress(ValueError):  # it was called
-                self._callbacks.remove(gate.release)
+                sleep.acquire(timeout=max(0.0, timeout_s))
+            with contextlib.suppress(ValueError):  # ``release`` was called, and so taken out of the list
+                self._callbacks.remove(sleep.release)
         return self.done
 
     def on_done(self, callback: Callable[[], None]) -> None:

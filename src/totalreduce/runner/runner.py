@@ -62,14 +62,13 @@ ComputeMode = Literal["auto", "thread", "inline"]
 
 #: The longest time between two calls of ``Engine.tick``, in seconds.
 _TICK_S = 0.15
-#: A round calls it so much early. Transports look for silent peers every 0.125 s (half of ``TcpConfig.heartbeat_s``):
-#: after a few rounds both fall into one, so that an idle rank wakes half as often.
+#: A round may call it so much earlier. Transports look for silent peers every 0.125 s (half of
+#: ``TcpConfig.heartbeat_s``): both then fall into the same round, so that an idle rank wakes half as often.
 _TICK_EARLY_S = 0.03
-#: How long another thread lets messages leave before it computes, in seconds: as long as Python lets a thread compute
-#: that another one waits for.
+#: How long ``let_messages_leave`` waits at most, in seconds: Python's interval for switching threads.
 _LEAVE_S = 0.005
-#: How long a call waits at most before it raises an error, in seconds: until other ranks are told of it, or until the
-#: connections have ended on which messages are half-way out.
+#: How long a call that raises an error waits at most, in seconds: until other ranks have been told of the error, or
+#: until the connections have ended on which messages are half-way out.
 _TELLING_S = 0.5
 
 
@@ -170,8 +169,8 @@ class Runner:
     def _before_raising(self, failure: BaseException) -> None:
         """Do what must be done before an exception leaves a call of the program.
 
-        If it is no refusal of this library, Ctrl-C above all, it may have cut in two what the call was doing, and no
-        other thread can go on with that: the group ends.
+        An exception from outside of this library, above all Ctrl-C, may have cut a message or a change of the engine in
+        two. No other thread can go on with that, so the group ends.
         """
         if isinstance(failure, PeerLost):
             self._await_telling()
@@ -179,10 +178,9 @@ class Runner:
             self._fail(failure)
 
     def _await_telling(self) -> None:
-        """Wait until the other ranks have been told of an error of which this call has told them (``engine.telling``).
+        """Wait until the frames that tell other ranks of an error have left (``engine.telling``).
 
-        Another thread moves the messages. A callback that comes here in the thread that moves them waits in vain, but
-        only for a short time.
+        Another thread moves them. If a callback comes here in that very thread, it waits in vain, for a short time.
         """
         told = Handle()
         with self._lock:
@@ -227,9 +225,9 @@ class Runner:
             raise
 
     def act(self, action: Callable[[float], bool]) -> None:
-        """Call ``action(now)`` on what lives beside the engine, under the lock.
+        """Call ``action(now)`` under the lock, for a part of the group that lives beside the engine.
 
-        It returns whether there is something to send now, or something to do sooner than before.
+        The action returns whether there is something to send now, or something to do sooner than before.
         """
         self.home.check()
         try:
@@ -529,7 +527,7 @@ class Runner:
         complete_owners(released, self._endpoint.callers)
 
     def _complete_leaving(self) -> None:
-        """Complete the other ones of these operations: the connections have ended, and with them the messages."""
+        """Complete the operations in ``leaving``: the connections have ended, so nothing reads their memory."""
         with self._lock:
             leaving, self._endpoint.leaving = self._endpoint.leaving, []
         for operation, _ in leaving:
@@ -573,12 +571,12 @@ class Runner:
             self._turns.unpark()
             self.transport.wake()
             level = logging.DEBUG if self._is_closing else logging.ERROR
-            # The program gets what is no ``Exception`` itself (Ctrl-C, ``sys.exit`` in a signal handler).
+            # No trace of Ctrl-C or of ``sys.exit`` in a signal handler: the program itself gets these.
             trace = failure if isinstance(failure, Exception) else None
             _log.log(level, "rank %d: %r has ended the communication", self.engine.rank, failure, exc_info=trace)
         if not self._is_open:
             self._complete_leaving()
-        elif threading.current_thread() is not self._threads[0]:  # which completes them when the connections have ended
+        elif threading.current_thread() is not self._threads[0]:  # the communication thread: it completes them
             for operation, _ in tuple(self._endpoint.leaving):
                 operation.owner.wait(_TELLING_S)
 

@@ -28,10 +28,10 @@ class Turns:
 
     def __init__(self) -> None:
         #: The object that the driving thread has put here; ``None`` while no caller drives. Written under the lock of
-        #: the engine, except by a driver that was struck by an exception.
+        #: the engine, but without it by a driver that an exception ends.
         self.driver: object | None = None
         self.parked = False  #: Whether the communication thread is parked.
-        #: Whether a driver has left with nothing in flight, so that the communication thread may park once more.
+        #: Whether the last driver left nothing in flight, so that the communication thread may park once more.
         self.resting = False
         self._left_at = 0.0
         #: The driver that was there when the communication thread parked last.
@@ -61,12 +61,12 @@ class Turns:
         """Wait until ``unpark`` is called, for a short time at most. Called by the communication thread."""
         self.resting = False
         self.parked = True
-        driver, self._parked_for = self._parked_for, self.driver
-        if driver is None or driver is not self.driver:
+        last, self._parked_for = self._parked_for, self.driver
+        if last is None or self.driver is not last:
             self.pause()
-        else:
+        else:  # the same driver as the last time
             self._parked_deep = True
-            if self.driver is driver:  # it may have left before it could see that this thread parks
+            if self.driver is last:  # it may have left before it could see that this thread parks
                 self._resume.acquire(timeout=_PARKED_DEEP_S)
             self._parked_deep = False
         self.parked = False
@@ -81,9 +81,6 @@ class Turns:
             self._resume.release()
 
     def unpark_for_submission(self, now: float) -> None:
-        """As ``unpark``, unless the thread that has submitted something is likely to drive at once.
-
-        Only a parked thread needs it.
-        """
+        """As ``unpark``, unless the thread that has submitted something is likely to drive at once."""
         if self.driver is None and now > self._left_at + _NEXT_BLOCKING_S:
             self.unpark()
