@@ -1,5 +1,6 @@
 """Prepared operations: the same results, errors and order as ``allreduce``, over every transport."""
 
+import gc
 import random
 import threading
 import time
@@ -312,3 +313,33 @@ def test_an_operation_that_ends_at_once_may_fail_at_its_end(monkeypatch: pytest.
         return failed
 
     assert run(2, body) == [20, 20]
+
+
+def test_a_planned_reduction_is_prepared_again_if_its_tensor_has_another_type_in_the_same_memory() -> None:
+    def body(group: Group) -> None:
+        planned, tensor = group.planned(["w"]), torch.ones(3)
+        assert planned.submit(0, tensor, op=ReduceOp.SUM, priority=0).wait().tolist() == [2.0] * 3
+        tensor.data = tensor.data.view(torch.int32)
+        tensor.fill_(1_000_000_000)
+        assert planned.submit(0, tensor, op=ReduceOp.SUM, priority=0).wait().tolist() == [2_000_000_000] * 3
+        assert planned.submit(0, tensor.fill_(8), op=ReduceOp.AVG, priority=4).wait().tolist() == [8] * 3
+
+    run(2, body)
+
+
+def test_an_allreduce_that_failed_leaves_its_tensor_free_and_the_next_one_works() -> None:
+    def body(group: Group) -> None:
+        tensor = torch.ones(10)
+        group.allreduce(tensor, name="w").wait()
+        for _ in range(2):  # the tensor is known, then it is not
+            work = group.allreduce(tensor if group.rank else torch.ones(11), name="w")
+            with pytest.raises(tr.MismatchError):
+                work.wait(timeout_s=20)
+            del work
+            gc.collect()
+            tensor.untyped_storage().resize_(400)  # nothing holds it
+        tensor.fill_(1)
+        for turn in range(3):
+            assert group.allreduce(tensor, name="w").wait().unique().tolist() == [2.0 ** (turn + 1)]
+
+    run(2, body)

@@ -2,62 +2,29 @@
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, Protocol, final
+from typing import Any, Final, Protocol, final
 
 import torch
 
-from totalreduce.engine.submission import Submission
 from totalreduce.foundation import checks
-from totalreduce.foundation.call_names import UNNAMED
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.foundation.types import Algorithm, OpKind, ReduceOp
+from totalreduce.foundation.types import OpKind, ReduceOp
 from totalreduce.groups import checked
-from totalreduce.groups.calling import call_here
 from totalreduce.groups.checked import Blocks, CheckedOperation
-from totalreduce.groups.operations import Operations, PreparedOperation
+from totalreduce.groups.operations import Operations, PreparedOperation, check_not_in_callback
+from totalreduce.groups.options import Options
 from totalreduce.native.coordinator import Coordinator
 from totalreduce.native.operation import flattened
 from totalreduce.native.planned import PlannedReductions
-from totalreduce.schedules import SCHEDULES
 from totalreduce.tensors.compilation import never_compiled
-from totalreduce.tensors.memory import Operands, Place, is_plain
 from totalreduce.tensors.work import Work
 
-__all__ = ["Backend", "EngineBackend", "NativeBackend", "Options"]
+__all__ = ["Backend", "EngineBackend", "NativeBackend"]
 
-#: How many names keep their last allreduce (``_Known``, some hundred bytes).
+#: How many names keep their last allreduce (some hundred bytes each).
 _KNOWN_MAX: Final = 1024
-
-
-class Options(NamedTuple):
-    """The arguments that all collectives have (see ``Group.allreduce``)."""
-
-    name: str | None = None
-    schedule: str = "auto"
-    priority: int = 0
-    timeout_s: float | None = None
-
-    @property
-    def shown(self) -> str:
-        """The name in messages; checked."""
-        return call_here.get()[0] or UNNAMED if self.name is None else checks.operation_name(self.name)
-
-    @property
-    def algorithm(self) -> str:
-        """The name of the schedule as the engine knows it; checked."""
-        if self.schedule == "auto":  # most operations
-            return "auto"
-        name = self.schedule.lower() if isinstance(self.schedule, str) else self.schedule
-        if name != Algorithm.AUTO and name not in SCHEDULES:
-            nearest = checks.did_you_mean(name, ("auto", *SCHEDULES))
-            raise ConfigurationError(
-                f"schedule {self.schedule!r} is not known{nearest}; there are auto, {', '.join(SCHEDULES)}"
-            )
-        return name
 
 
 class Backend(Protocol):
@@ -106,52 +73,6 @@ class Backend(Protocol):
 
 @final
 @never_compiled
-class _Known:
-    """The last allreduce of a name, which was checked and has ended well, for further ones with the same arguments.
-
-    It keeps no tensor, and no memory of one: an operation that has failed may still hold its memory, so it is not kept.
-
-    Attributes:
-        name: The name of the operation.
-        submission: What is submitted again.
-        patience_s: The time-out of ``Work.wait``, in seconds.
-    """
-
-    __slots__ = ("_op", "_options", "_place", "_shape", "_tensor", "_type", "name", "patience_s", "submission")
-
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        op: ReduceOp,
-        options: Options,
-        place: Place,
-        submission: Submission,
-        patience_s: float,
-    ) -> None:
-        self._tensor, self._op, self._options, self._place = weakref.ref(tensor), op, options, place
-        self._shape, self._type, self.name = tensor.shape, tensor.dtype, place.name
-        self.submission, self.patience_s = submission, patience_s
-
-    def fits(self, tensor: torch.Tensor, op: ReduceOp, options: Options) -> bool:
-        """Return whether the arguments are the same, and the tensor lies where it did."""
-        return (
-            self._tensor() is tensor
-            and self._op is op
-            and self._options == options
-            and tensor.data_ptr() == self._place.span.start
-            and tensor.dtype is self._type
-            and tensor.shape == self._shape
-            and is_plain(tensor)
-        )
-
-    def operation(self, tensor: torch.Tensor) -> CheckedOperation:
-        """Return the next operation on the tensor, for which ``fits`` has returned true."""
-        submission = self.submission
-        return CheckedOperation(submission.signature, submission.buffers, Operands.again(self._place, tensor), tensor)
-
-
-@final
-@never_compiled
 class EngineBackend:
     """``Backend`` by the engine, in any order and by the schedules of this package."""
 
@@ -160,38 +81,33 @@ class EngineBackend:
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
         self._rank, self._size = operations.rank, operations.world_size
-        #: By name: the last allreduce. One that is in flight is not here; when it has ended well, it is the newest.
-        self._known: OrderedDict[str, _Known] = OrderedDict()
+        #: By name: the last allreduce, unless it has failed. An operation that has failed may still hold its memory.
+        self._known: OrderedDict[str, PreparedOperation] = OrderedDict()
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp, options: Options) -> Work:
         name = options.name
-        known = self._known.pop(name, None) if isinstance(name, str) else None
-        if known is not None and known.fits(tensor, op, options):
-            operation = known.operation(tensor)
-        else:
-            operation = checked.reduction(
-                OpKind.ALLREDUCE, tensor, options.shown, op=op, root=0, algorithm=options.algorithm, writes=True
-            )
-            place = None if operation.operands is None else operation.operands.place
-            if name is None or place is None:
-                return self._submit(operation, options)
-            submitted = self._operations.submission(operation, name, options.priority, options.timeout_s)
-            known = _Known(tensor, op, options, place, *submitted)
-        assert operation.operands is not None
-        operation.operands.then = functools.partial(self._keep, known)
-        return self._operations.start(operation, known.submission, known.patience_s)
-
-    def _keep(self, known: _Known) -> None:
-        """Keep an allreduce that has ended well, in place of the oldest one if there are too many."""
-        if len(self._known) >= _KNOWN_MAX:
-            self._known.popitem(last=False)
-        self._known[known.name] = known
+        known = self._known.get(name) if isinstance(name, str) else None
+        if known is not None and known.is_allreduce_of(tensor, op, options):
+            return known.start_on(tensor, self._known)
+        operation = checked.reduction(
+            OpKind.ALLREDUCE, tensor, options.shown, op=op, root=0, algorithm=options.algorithm, writes=True
+        )
+        place = None if name is None or operation.operands is None else operation.operands.place
+        if name is None or place is None:
+            return self._submit(operation, options)
+        try:
+            known = self._known[name] = PreparedOperation(self._operations, operation, options, place)
+            if len(self._known) > _KNOWN_MAX:
+                self._known.popitem(last=False)
+            return known.start_on(tensor, self._known, operation.operands)
+        except BaseException:
+            self._known.pop(name, None)
+            raise
 
     def prepare_allreduce(self, tensor: torch.Tensor, op: ReduceOp, options: Options) -> PreparedOperation:
         name, algorithm = options.shown, options.algorithm
         signature = checked.reduction_signature(OpKind.ALLREDUCE, tensor, name, op=op, algorithm=algorithm)
-        operation = checked.in_place(signature, tensor, name, repeats=True)
-        return self._operations.prepare(operation, options.name, options.priority, options.timeout_s)
+        return self._prepare(checked.in_place(signature, tensor, name, repeats=True), options)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp, options: Options) -> Work:
         name, algorithm = options.shown, options.algorithm
@@ -214,7 +130,7 @@ class EngineBackend:
         operation = checked.allgather(
             outputs, tensor, name, rank=self._rank, size=self._size, algorithm=algorithm, repeats=True
         )
-        return self._operations.prepare(operation, options.name, options.priority, options.timeout_s)
+        return self._prepare(operation, options)
 
     def reduce_scatter(self, tensor: torch.Tensor, inputs: Blocks, op: ReduceOp, options: Options) -> Work:
         name, algorithm = options.shown, options.algorithm
@@ -236,13 +152,17 @@ class EngineBackend:
         return self._submit(operation, options)
 
     def planned(self, names: Sequence[str]) -> PlannedReductions:
-        return _UnorderedReductions(self._operations.within("planned"), names)
+        return _UnorderedReductions(EngineBackend(self._operations.within("planned")), names)
 
     def close(self, timeout_s: float, reason: str) -> None:
         """The group closes the engine itself."""
 
     def _submit(self, operation: CheckedOperation, options: Options) -> Work:
         return self._operations.submit(operation, options.name, options.priority, options.timeout_s)
+
+    def _prepare(self, operation: CheckedOperation, options: Options) -> PreparedOperation:
+        check_not_in_callback(options.name)
+        return PreparedOperation(self._operations, operation, options)
 
 
 @final
@@ -254,21 +174,20 @@ class _UnorderedReductions:
     again.
     """
 
-    def __init__(self, operations: Operations, names: Sequence[str]) -> None:
-        self._operations, self._names = operations, [checks.operation_name(name) for name in names]
+    def __init__(self, backend: EngineBackend, names: Sequence[str]) -> None:
+        self._backend, self._options = backend, [Options(checks.operation_name(name)) for name in names]
         self._prepared: list[PreparedOperation | None] = [None] * len(names)
 
     def begin(self) -> None:
         """Nothing to prepare."""
 
     def submit(self, index: int, tensor: torch.Tensor, *, op: ReduceOp, priority: int) -> Work:
-        prepared = self._prepared[index]
-        if prepared is None or not prepared.is_allreduce_of(tensor, op, priority):
-            name = self._names[index]
-            signature = checked.reduction_signature(OpKind.ALLREDUCE, tensor, name, op=op)
-            operation = checked.in_place(signature, tensor, name, repeats=True)
-            prepared = self._prepared[index] = self._operations.prepare(operation, name, priority)
-        return prepared.start()
+        prepared, options = self._prepared[index], self._options[index]
+        if options.priority != priority:
+            options = self._options[index] = options._replace(priority=priority)
+        if prepared is None or not prepared.is_allreduce_of(tensor, op, options):
+            prepared = self._prepared[index] = self._backend.prepare_allreduce(tensor, op, options)
+        return prepared.start_on(tensor)
 
     def close(self) -> None:
         """Nothing to release."""

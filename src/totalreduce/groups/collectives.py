@@ -6,9 +6,10 @@ import torch
 
 from totalreduce.foundation import checks
 from totalreduce.foundation.types import ReduceOp
-from totalreduce.groups.backends import Backend, EngineBackend, Options
+from totalreduce.groups.backends import Backend, EngineBackend
 from totalreduce.groups.checked import Blocks, CheckedOperation
 from totalreduce.groups.operations import Operations, PreparedOperation
+from totalreduce.groups.options import Options
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.work import Work
 

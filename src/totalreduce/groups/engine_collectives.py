@@ -9,8 +9,9 @@ import torch
 
 from totalreduce.foundation.errors import DeadlineExceededError
 from totalreduce.foundation.types import ReduceOp
-from totalreduce.groups.backends import EngineBackend, Options
+from totalreduce.groups.backends import EngineBackend
 from totalreduce.groups.operations import Operations
+from totalreduce.groups.options import Options
 from totalreduce.native.collectives import NativeWork
 from totalreduce.tensors.work import Work
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import final
 
 import torch
@@ -22,15 +23,16 @@ from totalreduce.foundation.types import ReduceOp, successor_name
 from totalreduce.groups import checked
 from totalreduce.groups.calling import call_here, origin_of_call, surroundings
 from totalreduce.groups.checked import CheckedOperation
+from totalreduce.groups.options import Options
 from totalreduce.runner.gate import Gate
 from totalreduce.runner.handle import Handle
 from totalreduce.runner.runner import Runner
 from totalreduce.tensors.barriers import Barriers
 from totalreduce.tensors.compilation import never_compiled
-from totalreduce.tensors.memory import MemoryInFlight, Operands
+from totalreduce.tensors.memory import MemoryInFlight, Operands, Place
 from totalreduce.tensors.work import Work
 
-__all__ = ["Operations", "PreparedOperation"]
+__all__ = ["Operations", "PreparedOperation", "check_not_in_callback"]
 
 #: The number of threads of one rank that may wait in barriers at the same time.
 _BARRIER_NAMES = 64
@@ -110,14 +112,7 @@ class Operations:
         submission, patience_s = self.submission(
             operation, name, priority, timeout_s, ranks=ranks, scope=scope, repeats=repeats
         )
-        return self.start(operation, submission, patience_s)
-
-    def prepare(
-        self, operation: CheckedOperation, name: str | None, priority: int, timeout_s: float | None = None
-    ) -> PreparedOperation:
-        """Return an operation that can be started again and again; the arguments are those of ``submit``."""
-        _check_not_in_callback(name)
-        return PreparedOperation(self, operation, *self.submission(operation, name, priority, timeout_s))
+        return self.start(submission, operation.operands, operation.results, patience_s)
 
     def submission(
         self,
@@ -156,9 +151,18 @@ class Operations:
         )
         return submission, patience_s
 
-    def start(self, operation: CheckedOperation, submission: Submission, patience_s: float) -> Work:
-        """Submit an operation that was checked before; return at once."""
-        runner, operands = self.runner, operation.operands
+    def start(
+        self, submission: Submission, operands: Operands | None, results: torch.Tensor | None, patience_s: float
+    ) -> Work:
+        """Submit an operation that was checked before; return at once.
+
+        Args:
+            submission: The operation.
+            operands: Its tensors; ``None`` for bytes that belong to no tensor.
+            results: The tensor that ``Work.wait`` returns.
+            patience_s: Deadline in seconds of a ``wait`` that names none.
+        """
+        runner = self.runner
         runner.home.check()
         if self.closed:
             self._check_open()
@@ -174,7 +178,7 @@ class Operations:
                 operands.end(well=False)
                 raise
         name = handle.operation.name if handle.operation is not None else submission.name or UNNAMED
-        return Work(runner, handle, operation.results, name, patience_s, ranks=self.ranks)
+        return Work(runner, handle, results, name, patience_s, ranks=self.ranks)
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int, priority: int, timeout_s: float | None) -> Work:
         """Send a tensor to a rank of the group (see ``Group.send``)."""
@@ -321,18 +325,45 @@ class Operations:
 @final
 @never_compiled
 class PreparedOperation:
-    """An operation on one tensor, which was checked once. Made by ``Group.prepare_allreduce``; any thread may call it.
+    """An operation that was checked once, to be started again and again. Any thread may call it.
 
-    As long as it exists, the memory of the tensor cannot be resized.
+    ``Group.prepare_allreduce`` makes one that holds the memory of its tensor: as long as it exists, that cannot be
+    resized. ``Group.allreduce`` keeps one for each name, which refers to its tensor weakly and holds the memory only
+    while the operation is in flight.
     """
 
-    __slots__ = ("_operation", "_operations", "_patience_s", "_submission")
+    __slots__ = (
+        "_described",
+        "_operands",
+        "_operations",
+        "_options",
+        "_patience_s",
+        "_place",
+        "_results",
+        "_submission",
+        "_tensor",
+    )
 
     def __init__(
-        self, operations: Operations, operation: CheckedOperation, submission: Submission, patience_s: float
+        self, operations: Operations, operation: CheckedOperation, options: Options, place: Place | None = None
     ) -> None:
-        self._operations, self._operation = operations, operation
-        self._submission, self._patience_s = submission, patience_s
+        """Prepare an operation.
+
+        Args:
+            operations: The group's operations, which submit it.
+            operation: The operation, made by ``groups.checked``.
+            options: Its name, priority, schedule and time-out.
+            place: Where its tensor lies, if the memory is held only while the operation is in flight: then ``start_on``
+                submits it.
+        """
+        tensor = operation.results
+        self._operations, self._options, self._place = operations, options, place
+        self._submission, self._patience_s = operations.submission(
+            operation, options.name, options.priority, options.timeout_s
+        )
+        if tensor is not None:
+            self._tensor, self._described = weakref.ref(tensor), _description(tensor)
+        self._operands, self._results = (operation.operands, tensor) if place is None else (None, None)
 
     def __repr__(self) -> str:
         submission = self._submission
@@ -341,17 +372,15 @@ class PreparedOperation:
     @property
     def is_current(self) -> bool:
         """Whether the tensor still has the memory that it had when the operation was prepared."""
-        operands = self._operation.operands
-        return operands is None or not operands.has_moved
+        return self._operands is None or not self._operands.has_moved
 
-    def is_allreduce_of(self, tensor: torch.Tensor, op: ReduceOp, priority: int) -> bool:
-        """Return whether it is an allreduce of a tensor, which has the memory that it had, with these arguments."""
-        submission = self._submission
+    def is_allreduce_of(self, tensor: torch.Tensor, op: ReduceOp, options: Options) -> bool:
+        """Return whether it is an allreduce of a tensor, which lies where it did, with these arguments."""
         return (
-            self._operation.results is tensor
-            and submission.signature.reduction is op
-            and submission.priority == priority
-            and self.is_current
+            self._tensor() is tensor
+            and self._submission.signature.reduction is op
+            and self._options == options
+            and self._described == _description(tensor)
         )
 
     def start(self) -> Work:
@@ -364,14 +393,39 @@ class PreparedOperation:
             PeerLost: A rank is lost.
             GroupClosed: This rank has closed the group.
         """
-        operands = self._operation.operands
+        operands = self._operands
         if operands is not None and operands.has_moved:
             raise ConfigurationError(
                 f"{self._submission.name!r}: the tensor of this prepared operation was given other memory "
                 "(by .data = …, set_ or resize_): prepare the operation again"
             )
-        _check_not_in_callback(self._submission.name)
-        return self._operations.start(self._operation, self._submission, self._patience_s)
+        check_not_in_callback(self._submission.name)
+        return self._operations.start(self._submission, operands, self._results, self._patience_s)
+
+    def start_on(
+        self,
+        tensor: torch.Tensor,
+        kept_in: MutableMapping[str, PreparedOperation] | None = None,
+        operands: Operands | None = None,
+    ) -> Work:
+        """Submit an operation of which ``is_allreduce_of`` is true; return at once. Raises what ``start`` does.
+
+        Args:
+            tensor: The tensor.
+            kept_in: The table that keeps this object until the operation fails, if it does not hold the memory.
+            operands: What the check has made of the tensor, at the first start.
+        """
+        operands = operands or self._operands
+        if operands is None:
+            assert self._place is not None
+            operands = Operands.again(self._place, tensor)
+        operands.kept_in = kept_in
+        return self._operations.start(self._submission, operands, tensor, self._patience_s)
+
+
+def _description(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return what makes the bytes of a tensor others, if it changes."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_neg()
 
 
 def _of_place() -> str:
@@ -380,7 +434,7 @@ def _of_place() -> str:
     return f" {place}" if place else ""
 
 
-def _check_not_in_callback(name: str | None) -> None:
+def check_not_in_callback(name: str | None) -> None:
     """Refuse a prepared operation without a name in a callback of a future, where its number would not be certain."""
     if name is None and surroundings.get() is not None:
         raise ConfigurationError("a callback of a future uses a prepared operation without a name: prepare it with one")

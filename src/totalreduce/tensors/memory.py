@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
@@ -60,7 +60,8 @@ class Operands:
         preparations: What ``prepare`` calls.
         repeats: Whether the operation is carried out again and again with these tensors: then their memory is held
             until this object is deleted.
-        then: Is called at the end of ``finish``.
+        kept_in: A table in which something is kept for the next operation of the name. If the operation fails, ``end``
+            removes it: a transport may still hold the memory.
         claimed_in: The record in which ``MemoryInFlight.claim`` has noted the memory, until ``end``.
     """
 
@@ -72,11 +73,11 @@ class Operands:
         "claimed_in",
         "first_reads",
         "inputs",
+        "kept_in",
         "name",
         "preparations",
         "reads",
         "repeats",
-        "then",
         "writes",
     )
 
@@ -88,7 +89,7 @@ class Operands:
         self.inputs: list[Span] = []
         self.preparations: list[Callable[[], object]] = []
         self._copies_back: list[Callable[[], object]] = []
-        self.then: Callable[[], None] | None = None
+        self.kept_in: MutableMapping[str, Any] | None = None
         self.claimed_in: MemoryInFlight | None = None
         self._holds: list[StorageHold] = []
         self._memories: list[Any] = []  #: What ``add`` has returned views of.
@@ -232,6 +233,8 @@ class Operands:
         try:
             if well:
                 self.finish()
+            elif self.kept_in is not None:
+                self.kept_in.pop(self.name, None)
         finally:
             claimed_in.release(self)
 
@@ -250,8 +253,6 @@ class Operands:
                 f"tensor {self.name!r} was given other memory while the operation was in flight (by .data = …, "
                 "set_ or resize_), so the result is not in it. Wait for the operation first"
             )
-        if self.then is not None:
-            self.then()
 
     @property
     def has_moved(self) -> bool:

@@ -380,9 +380,7 @@ def test_operands_of_a_further_operation_hold_the_memory_while_it_is_in_flight()
     view, place = first.add(tensor, writes=True), first.place
     assert place is not None
     first.finish()
-    ended = []
     further = Operands.again(place, tensor)
-    further.then = lambda: ended.append(True)
     tensor.resize_(10)  # not held yet
     further.prepare()
     with pytest.raises(RuntimeError, match="not resizable"):
@@ -390,7 +388,6 @@ def test_operands_of_a_further_operation_hold_the_memory_while_it_is_in_flight()
     view[:] = torch.full((10,), 3.0).view(torch.uint8).numpy().tobytes()
     further.finish()
     assert tensor.tolist() == [3.0] * 10
-    assert ended == [True]
     tensor.untyped_storage().resize_(400)
     moved = Operands.again(place, tensor)
     assert moved.has_moved == (tensor.data_ptr() != place.span.start)
@@ -414,6 +411,17 @@ def test_other_operands_have_no_place(add) -> None:
     operands = Operands("t")
     add(operands)
     assert operands.place is None
+
+
+@pytest.mark.parametrize("well", [True, False])
+def test_what_is_kept_for_the_next_operation_is_let_go_after_a_failure(well: bool) -> None:
+    """The memory of an operation that has failed may still be held."""
+    kept, memory = {"t": "its place", "other": "another one's"}, MemoryInFlight()
+    operands = operands_of(torch.zeros(3), name="t")
+    operands.kept_in = kept
+    memory.claim(operands)
+    operands.end(well=well)
+    assert sorted(kept) == (["other", "t"] if well else ["other"])
 
 
 @pytest.mark.parametrize("well", [True, False])
