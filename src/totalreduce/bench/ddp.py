@@ -106,13 +106,7 @@ def bench_ddp(
 
 
 def compare_exactly(setting: Setting, script: Path, options: Sequence[str]) -> float:
-    """Train a few steps in float64 on each back end; returns the largest relative difference of any loss.
-
-    Args:
-        setting: Where, and against which back ends.
-        script: Takes ``--backend``, ``--steps``, ``--dtype`` and ``--json``.
-        options: Further ones.
-    """
+    """Train a few steps in float64 on each back end; returns the largest relative difference of any loss."""
     command = [str(script), *options, "--steps", str(_EXACT_STEPS), "--dtype", "float64"]
     losses = {backend: [_launch(setting, command, backend).losses] for backend in setting.peers}
     differences = differences_of(losses, _EXACT_TOLERANCE)
@@ -124,12 +118,6 @@ def measure_ddp(
     setting: Setting, contestants: Sequence[str], script: Path, options: Sequence[str]
 ) -> dict[str, list[DdpLaunch]]:
     """Launch the script once per contestant and round; the first contestant changes from round to round.
-
-    Args:
-        setting: Where, and how often.
-        contestants: The back ends, and ``ALONE`` if wanted.
-        script: Takes ``--backend`` and ``--json``.
-        options: Further ones.
 
     Returns:
         The documents of the script, by contestant and in the order of rounds.

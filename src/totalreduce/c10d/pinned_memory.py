@@ -32,10 +32,6 @@ class Stager:
 
         Returns when the tensors to read are copied: the caller's thread waits for the kernels that compute them, and
         the device does not.
-
-        Args:
-            reads: The tensors that the operation reads.
-            writes: The tensors that it writes; a tensor may be in both.
         """
         if not any(tensor.is_cuda for tensor in (*reads, *writes)):
             return None

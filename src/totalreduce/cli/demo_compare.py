@@ -86,13 +86,7 @@ class Comparison:
 
 
 def compare(distributed: list[dict[str, Any]], single: dict[str, Any], settings: DemoSettings) -> Comparison:
-    """Put the results of the ranks and of the one process side by side.
-
-    Args:
-        distributed: By rank, as ``demo_worker.train`` returned them.
-        single: The one process's.
-        settings: Of the training.
-    """
+    """Put the results of the ranks and of the one process side by side."""
     first, last = distributed[0], -min(10, settings.num_steps)
     pairs = [
         *zip(first["losses"], single["losses"], strict=True),

@@ -124,9 +124,6 @@ def load_kernels(codec: Codec | None) -> None:
     Numba loads a kernel when it is called for the first time: half a second of processor time, and some seconds where
     the kernel must be compiled. A session calls this when it is made, so that its first exchange does not take longer.
     A second call takes no time.
-
-    Args:
-        codec: The codec; ``None``: there is nothing to load.
     """
     if codec is None:
         return

@@ -34,10 +34,6 @@ def memory_room(mount: Path = _MOUNT, membership: Path = _MEMBERSHIP) -> int | N
     """Return how many bytes the containers of this process have left for it; ``None`` if none has a limit.
 
     Pages of files that the kernel can give up count as free. Others may take memory meanwhile.
-
-    Args:
-        mount: Where control groups are mounted.
-        membership: The file that names those of this process.
     """
     rooms: list[int] = []
     with contextlib.suppress(OSError, ValueError):  # a system that says nothing limits nothing that is known here

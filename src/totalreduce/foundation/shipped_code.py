@@ -57,13 +57,7 @@ def digest_of(sources: Iterable[Path]) -> str:
 
 
 def find_library(folder: Path, name: str, sources: Iterable[Path]) -> ShippedLibrary:
-    """Return the library of a function for this processor. Raises ``NoShippedCodeError``.
-
-    Args:
-        folder: Where the libraries and the manifest are.
-        name: The name of the function.
-        sources: The files from which it is compiled.
-    """
+    """Return the library of a function for this processor. Raises ``NoShippedCodeError``."""
     try:
         manifest = json.loads((folder / _MANIFEST).read_bytes())
         machine, entry = str(manifest["machine"]), manifest["functions"][name]
@@ -90,13 +84,7 @@ def find_library(folder: Path, name: str, sources: Iterable[Path]) -> ShippedLib
 
 
 def write_manifest(folder: Path, sources: Mapping[str, Iterable[Path]], levels: Iterable[str]) -> None:
-    """Write the manifest of libraries that are in a folder.
-
-    Args:
-        folder: The folder.
-        sources: By the name of a function: its sources.
-        levels: The levels for which there is a library of each function.
-    """
+    """Write the manifest of libraries that are in a folder."""
     functions: dict[str, Any] = {}
     for name, paths in sources.items():
         files = {level: hashlib.sha256((folder / f"{name}-{level}.so").read_bytes()).hexdigest() for level in levels}

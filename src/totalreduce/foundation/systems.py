@@ -15,12 +15,7 @@ _OTHERS = "use a Linux machine, a virtual machine or a container with Linux"
 
 
 def why_not(platform: str, largest_index: int) -> str | None:
-    """Return in one sentence why the library cannot run on a system; ``None`` if it can.
-
-    Args:
-        platform: As ``sys.platform``.
-        largest_index: As ``sys.maxsize``.
-    """
+    """Return in one sentence why the library cannot run on a system; ``None`` if it can."""
     if not platform.startswith("linux"):
         name = _NAMES.get(platform, platform)
         return f"totalreduce needs Linux, and this is {name}: {_WINDOWS if 'Windows' in name else _OTHERS}"

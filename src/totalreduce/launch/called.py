@@ -22,9 +22,6 @@ def main(folder: Path) -> int:
     The file ``call`` has the import path, the source of interactive cells, and the pickled call: a function, its
     positional and its keyword arguments. The result is written to ``result<rank>``, or the traceback of an error, from
     the function on, to ``error<rank>``.
-
-    Args:
-        folder: A private folder, which the process that called ``tr.run`` has made.
     """
     rank = os.environ["RANK"]
     path, sources, call = pickle.loads((folder / "call").read_bytes())  # noqa: S301  (written by this user's process)

@@ -45,12 +45,7 @@ class DelayLine:
     """
 
     def __init__(self, delay_s: float, frames_max: int = _FRAMES_MAX) -> None:
-        """Begin without frames.
-
-        Args:
-            delay_s: The time from ``push`` to ``pop``, in seconds.
-            frames_max: The number of frames on their way at which further ones are dropped.
-        """
+        """Begin without frames."""
         self._delay_s, self._frames_max = delay_s, frames_max
         self._frames: deque[tuple[float, int, bytes]] = deque()
 

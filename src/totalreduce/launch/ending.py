@@ -135,11 +135,6 @@ def describe_failures(first: WorkerResult, results: Sequence[WorkerResult], fold
 
     Ranks that have failed by one error at one place are shown once, each other error of the program by itself, and
     last those that have ended because others have.
-
-    Args:
-        first: The worker that has failed first.
-        results: The ends of all workers.
-        folder: The folder from which paths are shown.
     """
     groups: dict[str, list[WorkerResult]] = {}
     for each in (first, *results):

@@ -53,10 +53,6 @@ def parse_host_file(text: str, source: str) -> tuple[Host, ...]:
 
     ``#`` begins a comment. A host that comes again has the slots of all its lines, as in ``$PBS_NODEFILE``.
 
-    Args:
-        text: The content of the file.
-        source: The path of the file, for errors.
-
     Raises:
         ConfigurationError: A line is no host, or there is none. The message has the path and the number of the line.
     """

@@ -83,16 +83,7 @@ class RestartOnLoss(EndOnLoss):
         keeper: KeeperProcess,
         file: HostsFile | None,
     ) -> None:
-        """Begin.
-
-        Args:
-            processes: The processes of the run.
-            escalation: Whether the run is being ended, so that nothing is started any more.
-            options: What the user wants. ``on_event`` also has the live view note the events.
-            restarts: Which workers are started again.
-            keeper: The process that serves the ranks' store.
-            file: The file of hosts that is followed, if there is one.
-        """
+        """Begin."""
         super().__init__(processes, None)
         self._escalation, self._options, self._restarts = escalation, options, restarts
         self._keeper, self._file, self._errors = keeper, file, ProgramErrors()

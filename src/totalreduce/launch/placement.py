@@ -95,12 +95,7 @@ class HostsFile:
     """A file of hosts that may change."""
 
     def __init__(self, path: Path, hosts: Sequence[Host]) -> None:
-        """Note what is known of the file, which may have changed since it was read.
-
-        Args:
-            path: Its path.
-            hosts: The hosts that were read from it.
-        """
+        """Note what is known of the file, which may have changed since it was read."""
         self._path, self._hosts = path, tuple(hosts)
         self._known: tuple[int, int, int] | None = None  #: The time stamp of the hosts; ``None``: not looked at yet.
         self._seen = self._stamp()

@@ -170,13 +170,7 @@ class Restarts:
         return self._has_finished or num_running + len(self._due) > 0
 
     def failed(self, rank: int, now: float, *, by_signal: bool) -> None:
-        """Plan to start a worker that has failed again, if restarts are left.
-
-        Args:
-            rank: Its rank.
-            now: The time in seconds.
-            by_signal: Whether a signal has ended it, so that its program is not to blame.
-        """
+        """Plan to start a worker that has failed again, if restarts are left."""
         if self.is_possible:
             self.left -= 1
             soon = not by_signal and now < self._started_at[rank] + SOON_S

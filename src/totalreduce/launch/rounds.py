@@ -30,13 +30,6 @@ def enter_round(store: Store, name: str, rank: int, world_size: int, timeout_s: 
     last: if that is still the text of an earlier round, nobody reads the answer, and the rank answers again when the
     text changes. Rank 0 publishes the numbers of all ranks. A rank that finds its number there belongs to the round.
     Raises ``RendezvousError``.
-
-    Args:
-        store: The store that all ranks of this round can reach.
-        name: Meetings of different names do not disturb each other.
-        rank: The rank of this process in this round.
-        world_size: The number of processes of this round.
-        timeout_s: How long the ranks wait for each other.
     """
     prefix, number = f"totalreduce/rounds/{name}", secrets.token_hex(8)
     give_up_at, pause_s, text = time.monotonic() + timeout_s, _PAUSE_S, ""

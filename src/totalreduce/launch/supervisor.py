@@ -37,14 +37,7 @@ class Supervisor:
     """Watches the workers of one run."""
 
     def __init__(self, processes: Processes, policy: EndOnLoss, escalation: Escalation, live: LiveJob | None) -> None:
-        """Begin.
-
-        Args:
-            processes: The processes of the run.
-            policy: What the run does when a worker ends.
-            escalation: When which signals end the workers.
-            live: The live view, if the run has one.
-        """
+        """Begin."""
         self._processes, self._policy, self._escalation, self._live = processes, policy, escalation, live
         self._first_to_end: Worker | None = None
         self._signals: list[signal.Signals] = []

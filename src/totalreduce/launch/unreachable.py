@@ -62,11 +62,6 @@ def within(timeout_s: float, call: Callable[[], _T]) -> _T:
 def await_listener(host: str, port: int, timeout_s: float) -> str | None:
     """Wait until somebody accepts connections at an address.
 
-    Args:
-        host: The value of ``MASTER_ADDR``.
-        port: The value of ``MASTER_PORT``.
-        timeout_s: How long to wait.
-
     Returns:
         ``None`` as soon as a connection is accepted; after ``timeout_s`` a sentence that says why none is.
     """

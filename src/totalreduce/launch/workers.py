@@ -137,17 +137,7 @@ class Worker:
         host: str = "localhost",
         has_input: bool = False,
     ) -> None:
-        """Start the worker. Raises ``ConfigurationError``.
-
-        Args:
-            rank: Its rank.
-            command: Its command line.
-            environment: Its environment, complete.
-            stdout: Where its standard output goes, as for ``subprocess.Popen``.
-            stderr: Where its standard error goes.
-            host: The name of its host.
-            has_input: Whether it has a standard input, for ``give``.
-        """
+        """Start the worker. Raises ``ConfigurationError``."""
         try:
             self.process = subprocess.Popen(
                 command,
@@ -356,13 +346,7 @@ def common_environment(
 
 
 def seat_environment(seat: int, place: Place, *, has_servers: bool = False) -> dict[str, str]:
-    """Return the variables that say who a worker is.
-
-    Args:
-        seat: Its rank.
-        place: Where it runs.
-        has_servers: Some ranks only serve (see ``common_environment``).
-    """
+    """Return the variables that say who a worker is."""
     ranks = {
         "RANK": str(seat),
         "LOCAL_RANK": str(place.local_rank),

@@ -322,14 +322,7 @@ class Packer:
         shape: tuple[int, ...],
         source: int | None = None,
     ) -> None:
-        """Copy the parts to the outputs, or make one tensor of them.
-
-        Args:
-            operation: The operation.
-            pieces: The parts of the result.
-            shape: The shape of the one tensor.
-            source: The rank from which the only part comes; ``None``: the parts come from all ranks.
-        """
+        """Copy the parts to the outputs, or make one tensor of them."""
         if operation.outputs is None:
             result = torch.cat(list(pieces)).view(shape) if len(pieces) > 1 else pieces[0].clone().view(shape)
             if operation.stream is not None:  # the program will use what was allocated on the side stream

@@ -19,14 +19,7 @@ class JobRecord:
     """Follows the events of one run of the launcher. A plain object: ``document`` is what is written."""
 
     def __init__(self, job: str, command: Sequence[str], num_ranks: int, begin: Mapping[str, Any]) -> None:
-        """Begin.
-
-        Args:
-            job: The id of the job.
-            command: What each rank runs.
-            num_ranks: The number of ranks with which the job begins.
-            begin: Further entries of the document: who the launcher is, and when it has begun.
-        """
+        """Begin."""
         self._begin = {
             **begin,
             "job": job,

@@ -66,14 +66,7 @@ class Publisher:
     """
 
     def __init__(self, folder: Path, seat: int, incarnation: int = 0, *, interval_s: float = INTERVAL_S) -> None:
-        """Begin without a thread.
-
-        Args:
-            folder: The folder of the job.
-            seat: The place of this process in the job.
-            incarnation: How often the process of this seat was started before.
-            interval_s: The time between two documents.
-        """
+        """Begin without a thread."""
         self._board, self._seat, self._incarnation, self._interval_s = Board(folder), seat, incarnation, interval_s
         self.home = HomeProcess("the publisher of figures")
         self._lock = threading.Lock()  #: For the engines of the session, and the beginning and end of its thread.

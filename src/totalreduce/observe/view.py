@@ -99,13 +99,7 @@ class JobView:
 
 
 def view_of(job: Mapping[str, Any], readings: Mapping[int, RankReading], now: float) -> JobView:
-    """Return the view of a job.
-
-    Args:
-        job: The document of the launcher (``JobRecord``); may be empty.
-        readings: The figures of the ranks, by seat.
-        now: The time of the day.
-    """
+    """Return the view of a job."""
     seats = {int(seat): entry for seat, entry in job.get("seats", {}).items()}
     members = job.get("members")
     states = {

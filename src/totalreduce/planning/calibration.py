@@ -141,10 +141,6 @@ def solve_beside(alone: Sequence[Cost], beside: Sequence[Cost]) -> tuple[float, 
     """Return how many processor seconds a message and a byte cost beside the process. Pure.
 
     An allreduce of a few bytes shows what messages cost, a large one what bytes cost.
-
-    Args:
-        alone: The processor time of the process, of the first kinds of allreduces of ``CalibrationSamples``.
-        beside: The time that training loses, of the same kinds.
     """
     small_s, large_s = (lost.processor_s - own.processor_s for own, lost in zip(alone[:2], beside[:2], strict=True))
     message_s = max(0.0, small_s / (2 * beside[0].messages))

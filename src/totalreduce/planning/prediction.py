@@ -352,14 +352,7 @@ class Planner:
 
 
 def with_epoch(prediction: Prediction, samples: int, batch: int, cost_per_host_hour: float) -> Prediction:
-    """Return the prediction with the time and the cost of an epoch.
-
-    Args:
-        prediction: A prediction.
-        samples: The number of samples of an epoch.
-        batch: The number of samples of a rank in a step.
-        cost_per_host_hour: What an hour of a host costs; 0: not known.
-    """
+    """Return the prediction with the time and the cost of an epoch."""
     epoch_s = math.ceil(samples / (batch * prediction.ranks)) * prediction.step_s
     cost = epoch_s / 3600 * prediction.hosts * cost_per_host_hour if cost_per_host_hour else None
     return replace(prediction, epoch_s=epoch_s, epoch_cost=cost)
@@ -441,13 +434,7 @@ def _dense_scaling(
 
 
 def _growth(now: float, then: float, between: float) -> float:
-    """Return the exponent of a power law: 0 for what does not depend on the number of ranks, 1 for what is linear.
-
-    Args:
-        now: What it is for the larger number.
-        then: What it is for the smaller number.
-        between: The larger number over the smaller one.
-    """
+    """Return the exponent of a power law: 0 for what does not depend on the number of ranks, 1 for what is linear."""
     if between <= 1 or not now or not then:
         return 0.0
     return min(1.0, max(0.0, math.log(now / then) / math.log(between)))
@@ -470,13 +457,6 @@ def _recorded_scaling(
 
     A rank exchanges blocks with every other rank at once. Rounds of messages between pairs are as many as the logarithm
     of the number of ranks. Broadcasts are trees, and allreduces have the schedule that the selector chooses.
-
-    Args:
-        scripts: What the simulated ranks send.
-        growth: The exponent by which the bytes of blocks grow with the number of ranks.
-        simulated: The host of every simulated rank.
-        hosts: The host of every rank.
-        links: What the selector knows of the links.
     """
 
     def costs(of: tuple[int, ...]) -> tuple[float, float, float]:

@@ -56,13 +56,7 @@ class _Recorder:
 
 
 def record_trace(workload: Workload, *, num_steps: int, seed: int = 0) -> Trace:
-    """Train a few steps and take every layer's median times.
-
-    Args:
-        workload: The model and its data; one thread, SGD.
-        num_steps: Periods to record, after two that are not.
-        seed: Of the model and its batches.
-    """
+    """Train a few steps and take every layer's median times."""
     torch.set_num_threads(1)
     model = workload.model(seed)
     source = f"totalreduce bench trace --model {workload.name}: torch {torch.__version__}, one CPU thread, SGD"

@@ -145,14 +145,6 @@ def simulate(
 ) -> SimulatedSteps:
     """Train in virtual time.
 
-    Args:
-        trace: When gradients are ready, and how long a step takes without communication.
-        how: How ranks keep in step.
-        ranks: The number of ranks.
-        machines: The hosts.
-        calibration: The costs on processors.
-        scaling: Factors of costs; ``None``: as they are.
-
     Raises:
         RuntimeError: The simulation came to a standstill: a defect.
     """

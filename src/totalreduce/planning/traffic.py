@@ -101,14 +101,7 @@ def record_method(method: Method, world_size: int, shape: BucketShape) -> Script
 
 
 def record_strategy(strategy: Strategy, world_size: int, sizes: Sequence[int], steps: int) -> list[Begun]:
-    """Return the exchanges that a strategy begins in so many steps.
-
-    Args:
-        strategy: The settings.
-        world_size: The number of ranks.
-        sizes: The elements of every tensor.
-        steps: The number of steps.
-    """
+    """Return the exchanges that a strategy begins in so many steps."""
     total, taken = sum(sizes), min(sum(sizes), _ELEMENTS_OF_A_STRATEGY)
     runs: dict[int, list[Begun]] = {}
 

@@ -138,14 +138,7 @@ class ModelReplica:
 
 
 def check_equal(replica: ModelReplica, strategy: str, group: Group, name: str) -> None:
-    """Raise ``ConfigurationError`` on all ranks unless all have the same parameters. Collective.
-
-    Args:
-        replica: The parameters.
-        strategy: The name of the strategy, for the message.
-        group: The ranks.
-        name: Different from that of every other optimizer of the group.
-    """
+    """Raise ``ConfigurationError`` on all ranks unless all have the same parameters. Collective."""
     everything = replica.read(range(len(replica.sizes)))
     digest = hashlib.sha256(everything.data).hexdigest()
     try:

@@ -319,15 +319,7 @@ class Attempts:
     def __init__(
         self, state: State, *, seed: int = 0, replicas: int = 1, verify: bool = True, snapshots: Snapshots | None = None
     ) -> None:
-        """Note the arguments.
-
-        Args:
-            state: What all ranks begin an attempt with.
-            seed: Of the generators of random numbers, with the version and the rank.
-            replicas: The number of ranks that have a copy of what the hooks of each rank keep back.
-            verify: Compare SHA-256 of parameters and optimizer state on all ranks when an attempt begins.
-            snapshots: Writes the state to disk. The job begins with its last version, if there is one.
-        """
+        """Note the arguments."""
         self._state, self._snapshots = state, snapshots
         self._seed, self._verify = checks.integer("seed", seed), bool(verify)
         check_whole(state.model, "tr.attempts(state)")
@@ -395,12 +387,7 @@ class Attempts:
             state.sampler.place(group.rank, group.world_size)
 
     def _check_begin(self, group: Group, lost: str) -> None:
-        """Check that the job has not begun on ranks of which none can go back to its last commit. Collective.
-
-        Args:
-            group: The ranks.
-            lost: What this rank cannot undo.
-        """
+        """Check that the job has not begun on ranks of which none can go back to its last commit. Collective."""
         said = group.control.allgather_object(lost)
         rank = next((rank for rank, words in enumerate(said) if words), None)
         if rank is not None:
@@ -417,13 +404,7 @@ class ShardedAttempts:
     """The part of a program whose state is sharded: what ``Runs`` runs again."""
 
     def __init__(self, copies: ShardCopies, *, seed: int = 0, snapshots: Snapshots | None = None) -> None:
-        """Note the arguments.
-
-        Args:
-            copies: Keeps copies of the state, which the program builds in each attempt.
-            seed: Of the generators of random numbers, with the version and the rank.
-            snapshots: Writes the state to disk. The job begins with its last version, if there is one.
-        """
+        """Note the arguments."""
         self._copies, self._seed, self._snapshots = copies, checks.integer("seed", seed), snapshots
         self.hooks = HookStates(None, 0)  #: Warns of hooks of DDP, of which nothing is kept.
 

@@ -115,14 +115,7 @@ class BufferCopies:
         return None if self._rows is None else self._rows.layout
 
     def plan(self, layouts: int | None, group: Group, *, are_sent: bool, have_residuals: bool) -> None:
-        """Choose the form. On all ranks, with equal arguments; nothing is sent.
-
-        Args:
-            layouts: The digest that all ranks have in common; ``None`` if ranks have different ones.
-            group: The ranks.
-            are_sent: Whether ranks send copies.
-            have_residuals: Whether ranks have other things to send.
-        """
+        """Choose the form. On all ranks, with equal arguments; nothing is sent."""
         num_bytes = group.world_size * self._row.layout.num_bytes
         are_rows = bool(layouts) and are_sent and not have_residuals and 0 < num_bytes <= _ROWS_BYTES_MAX
         self._layouts, self._sent = layouts, None

@@ -266,12 +266,7 @@ class KeptBuffers:
                 )
 
     def set_all(self, described: Mapping[str, Sequence[Any]], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Set all places to what ``describe`` and ``named`` have returned in another process, and no others.
-
-        Args:
-            described: What ``describe`` has returned.
-            tensors: The buffers by name.
-        """
+        """Set all places to what ``describe`` and ``named`` have returned in another process, and no others."""
         self._places.remove_others(described.keys())
         made: dict[str, torch.Tensor] = {}
         used: set[int] = set()  # two places may have had one tensor, and have two now

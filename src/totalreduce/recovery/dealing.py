@@ -232,13 +232,7 @@ class Dealer(ABC):
 
 
 def needed(dealer: Dealer | None, user: str, loader: object = None) -> Dealer:
-    """Return the sampler or stream of a state, for a method ``user`` that needs one. Raises ``ConfigurationError``.
-
-    Args:
-        dealer: The sampler or stream, if the state has one.
-        user: The name of the method, for the error.
-        loader: A ``DataLoader`` that must use it; ``None``: the method takes none.
-    """
+    """Return the sampler or stream of a state, for a method ``user`` that needs one. Raises ``ConfigurationError``."""
     if dealer is None:
         raise ConfigurationError(f"{user} needs a tr.ElasticSampler in the state: tr.State(..., sampler=sampler)")
     if loader is not None:

@@ -53,12 +53,6 @@ _COLLECT_AFTER_S, _COLLECT_APART_S = 1.0, 0.25
 def open_assembly(settings: Settings, seat: int, num_seats: int, timeout_s: float) -> Assembly:
     """Connect to the launcher's store.
 
-    Args:
-        settings: What the launcher has set.
-        seat: The rank that it gave this process.
-        num_seats: The number of seats, which is the world size that it gave this process.
-        timeout_s: How long a decision may take.
-
     Raises:
         ConfigurationError: The launcher has not said where the store is.
         RecoveryError: The store cannot be reached.

@@ -184,14 +184,7 @@ class HookStates:
     # --------------------------------------------------------------------------------------------- between two attempts
 
     def enter(self, group: Group, decision: Decision | None, version: int, *, has_state: bool) -> None:
-        """Have all ranks go on with what they keep back at one version, in a new group. Collective.
-
-        Args:
-            group: The ranks.
-            decision: The members of the epoch; ``None``: ranks cannot be replaced.
-            version: The latest version of all ranks, whose parameters all have now.
-            has_state: Whether this rank had the state of the job.
-        """
+        """Have all ranks go on with what they keep back at one version, in a new group. Collective."""
         has_state = has_state and version >= self._version
         self._leave(version, has_state=has_state)
         last_seats = [] if self._decision is None else [member.seat for member in self._decision.members]

@@ -54,13 +54,7 @@ class Watch:
     """What is new in the store since the last look. No process, no socket."""
 
     def __init__(self, store: Store, num_seats: int, first_epoch: int) -> None:
-        """Prepare the store.
-
-        Args:
-            store: The store, which is empty.
-            num_seats: The number of seats.
-            first_epoch: The number of the first epoch that is decided in it.
-        """
+        """Prepare the store."""
         self._store, self._num_seats, self._epoch = store, num_seats, first_epoch
         self._accusations = [accusation_key(seat) for seat in range(num_seats)]
         store.multi_set(self._accusations, [""] * num_seats)  # type: ignore[attr-defined]  # torch's stub lacks it

@@ -73,10 +73,6 @@ def check_whole(model: torch.nn.Module, user: str) -> None:
 def check_optimizers(optimizers: Mapping[str, torch.optim.Optimizer], model: torch.nn.Module) -> None:
     """Check the optimizers, their hyper-parameters, and their state, which most of them make in their first step.
 
-    Args:
-        optimizers: The optimizers of torch, by name.
-        model: The model of their parameters.
-
     Raises:
         ConfigurationError: An optimizer is of a kind that cannot be recovered; or a hyper-parameter, or a value in an
             optimizer's state, cannot be sent to other ranks.

@@ -254,11 +254,6 @@ def plan_parcels(standings: Sequence[Standing], version: int, *, with_own: bool)
 
     Results with the same holders and the same requesters travel together, up to 2048 in a parcel. Raises
     ``RecoveryError``.
-
-    Args:
-        standings: What the ranks have said, by rank. One of them has the state.
-        version: The version with which the group begins.
-        with_own: Whether ranks have a state for themselves.
     """
     size, end = len(standings), max(standing.end for standing in standings)
     new = frozenset(rank for rank, standing in enumerate(standings) if not standing.has_state)

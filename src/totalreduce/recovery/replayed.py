@@ -501,11 +501,6 @@ def _deliver(
 
     All lengths travel before the bytes, so that no rank takes more memory than is allowed, and so that a rank can
     receive from several neighbours at the same time. Raises ``PeerLost``, ``ProtocolError``.
-
-    Args:
-        group: The ranks.
-        parcels: The parcels, equal on all ranks.
-        packed: Returns the bytes of a parcel that this rank holds.
     """
     control, rank = group.control, group.rank
     held: list[torch.Tensor | None] = []

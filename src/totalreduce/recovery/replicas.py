@@ -68,11 +68,7 @@ def hand_over(group: Group, source: int, to: int, row: Callable[[], torch.Tensor
 
 
 def first_holders(held: Iterable[Sequence[int]]) -> dict[int, int]:
-    """Return the first rank that has a copy of each seat's state.
-
-    Args:
-        held: By rank: the seats of which it has a copy.
-    """
+    """Return the first rank that has a copy of each seat's state."""
     holders: dict[int, int] = {}
     for rank, seats in enumerate(held):
         for seat in seats:
@@ -330,13 +326,7 @@ class OwnState:
         self.copy(decision)
 
     def _share_own(self, decision: Decision, held: Sequence[int], said: Sequence[Mapping[str, Any]]) -> None:
-        """Give new ranks what lost ranks had for themselves, and add what nobody goes on with to this rank's own.
-
-        Args:
-            decision: The members of the epoch.
-            held: The seats of which this rank has a copy.
-            said: What the ranks have said of themselves in ``restore``.
-        """
+        """Give new ranks what lost ranks had for themselves, and add what nobody goes on with to this rank's own."""
         holders = first_holders(words["held"] for words in said)
         seats = [member.seat for member in decision.members]
         for newcomer in decision.newcomers:

@@ -116,9 +116,6 @@ class Source:
 def choose(held: Sequence[Iterable[Held]]) -> Source | None:
     """Return the last version of which all parts are there.
 
-    Args:
-        held: By rank: what it has.
-
     Returns:
         The version. If none is whole: the last one, which has ``missing`` parts. ``None``: no rank has anything.
     """
@@ -145,10 +142,6 @@ def distances(hosts: Sequence[object], num_copies: int) -> list[int]:
     """Return how far the ranks are away that get the copies of a rank: ``rank + distance``, modulo the world size.
 
     Distances that lead to another host come first, because the ranks of a host may be lost together.
-
-    Args:
-        hosts: The host of each rank.
-        num_copies: The number of copies.
     """
     size = len(hosts)
 

@@ -134,13 +134,7 @@ class Part(Protocol[_MadeRun_co]):
         ...
 
     def level(self, group: Group, *, has_state: bool, decision: Decision | None) -> None:
-        """Bring all ranks to the state of a rank with the latest version. Collective.
-
-        Args:
-            group: The ranks.
-            has_state: Whether this rank has the state of the job. In the first run no rank has it.
-            decision: The members of the epoch; ``None`` if ranks cannot be replaced.
-        """
+        """Bring all ranks to the state of a rank with the latest version. Collective."""
         ...
 
     def begin(self, group: Group, assembly: Assembly | None, number: int) -> _MadeRun_co:
@@ -153,14 +147,7 @@ class Runs(Generic[_AnyRun]):
     """The runs of a program's part: iterate over them once."""
 
     def __init__(self, part: Part[_AnyRun], groups: Groups, timeout_s: float, settings: str) -> None:
-        """Note the arguments; nothing is formed yet.
-
-        Args:
-            part: The part of the program.
-            groups: Forms the groups.
-            timeout_s: The deadline of each decision on the members.
-            settings: What must be equal on all ranks to form a group, one setting in a line.
-        """
+        """Note the arguments; nothing is formed yet."""
         self._part, self._groups, self._timeout_s, self._settings = part, groups, timeout_s, settings
 
     def __iter__(self) -> Iterator[_AnyRun]:

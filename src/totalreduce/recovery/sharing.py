@@ -77,14 +77,7 @@ def send_state(state: Shared, group: Group, source: int, receivers: Sequence[int
 
 
 def send_value(value: Any, group: Group, source: int, receivers: Sequence[int]) -> Any:
-    """Give a value of the source to the receivers, and return it. Only these ranks call it.
-
-    Args:
-        value: The value on the source, of the types that the object collectives send.
-        group: The ranks.
-        source: The rank that has the value.
-        receivers: The ranks that get it, without the source.
-    """
+    """Give a value of the source to the receivers, and return it. Only these ranks call it."""
     if not receivers:
         return value
     some = group.control.subgroup([source, *receivers], name="recovery/state")

@@ -24,12 +24,7 @@ class StepsSinceCommit:
     """Counts the steps of the optimizers of a state, until ``remove`` is called."""
 
     def __init__(self, state: State, count_operations: Callable[[], int] | None) -> None:
-        """Begin to count.
-
-        Args:
-            state: The state.
-            count_operations: Returns how many collectives this rank has called so far; ``None``: nobody asks for it.
-        """
+        """Begin to count."""
         self._parameters = list(state.model.parameters())
         self._count_operations = count_operations
         self.number = 0  #: The number of steps since the last commit.

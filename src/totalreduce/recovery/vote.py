@@ -46,12 +46,7 @@ class Vote:
         self._work, self.is_second = None, False
 
     def begin(self, ballot: int, num_samples: int) -> None:
-        """Give this rank's ballot, unless the vote of this block has begun. Collective, with ``end``.
-
-        Args:
-            ballot: What this rank votes with.
-            num_samples: The number of samples of all ranks in the step.
-        """
+        """Give this rank's ballot, unless the vote of this block has begun. Collective, with ``end``."""
         if not self.is_in_flight:
             self._given = ballot, num_samples
             self._start()

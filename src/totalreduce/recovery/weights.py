@@ -89,12 +89,7 @@ class KeptWeights:
         return self._copies is not None and self._state_copies is not None
 
     def note(self, *, copies: bool, copies_states: bool) -> None:
-        """Note what there is now.
-
-        Args:
-            copies: Whether the parameters are copied, to the memory of the host.
-            copies_states: Whether the states of the optimizers are.
-        """
+        """Note what there is now."""
         if self._places.look() or self._watch is None:
             self._watch = Watch([parameter for _, parameter in self._places.named])
         else:

@@ -139,14 +139,7 @@ def _measure(
 
 
 def decide(size: int, methods: Sequence[Method], dense_s: float, sparse_s: Sequence[float]) -> Choice:
-    """Return the decision for buckets of one size.
-
-    Args:
-        size: The number of elements of a bucket.
-        methods: The candidates.
-        dense_s: Seconds of a dense allreduce.
-        sparse_s: Seconds of each candidate.
-    """
+    """Return the decision for buckets of one size."""
     best = min(range(len(methods)), key=sparse_s.__getitem__)
     worthwhile = sparse_s[best] <= _WORTHWHILE * dense_s
     names = [method.name for method in methods]

@@ -61,15 +61,7 @@ class GossipNode:
     """One rank. A plain object; the caller carries messages, and has one thread at a time call it."""
 
     def __init__(self, settings: AsyncGossip, rank: int, world_size: int, values: Array) -> None:
-        """Begin.
-
-        Args:
-            settings: The settings.
-            rank: This rank.
-            world_size: The number of ranks.
-            values: Parameters, one-dimensional, float32 or float64: their size and type. A program may set other ones
-                before its first step.
-        """
+        """Begin."""
         self._period, self._random = settings.period, Random(settings.seed * 1_000_003 + rank)
         self.is_active = rank % 2 == 0  #: Whether this rank asks others; otherwise it is asked.
         self._partners: Sequence[int] = range(1, world_size, 2) if self.is_active else ()

@@ -26,9 +26,6 @@ def never_compiled(target: T) -> T:
     This decorator returns its argument. A graph ends before the call and a new one begins after it. With
     ``fullgraph=True`` the call is an error. The effect is that of ``torch.compiler.disable``, which would import Dynamo
     at once (a second in scripts without a compiler) and add a frame to every call. Here the code carries the mark.
-
-    Args:
-        target: A function, or a class. Functions and properties that a class inherits are not marked.
     """
     if isinstance(target, FunctionType):
         _mark(target)

@@ -13,10 +13,6 @@ def set_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Copy values into a tensor, on any device, in any mode of torch (``modes.write``).
 
     ``Tensor.copy_`` refuses a tensor that is expanded, because several of its elements have one place in memory.
-
-    Args:
-        tensor: The tensor. Elements that have one place in memory have equal values.
-        values: The values, of the tensor's shape.
     """
     target = tensor
     if 0 in tensor.stride():
