@@ -11,9 +11,9 @@ import threading
 import time
 
 import pytest
+from environments import worker_environments
 
 from totalreduce.launch.emulate import EmulatedNetwork
-from totalreduce.launch.workers import worker_environments
 
 pytestmark = [
     pytest.mark.hosts,

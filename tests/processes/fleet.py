@@ -13,7 +13,7 @@ import textwrap
 import time
 from pathlib import Path
 
-from totalreduce.launch.workers import worker_environments
+from environments import worker_environments
 
 HERE = Path(__file__).parent
 FOREIGN = ("TOTALREDUCE_", "TORCHELASTIC_", "OMPI_", "PMI", "SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")

@@ -8,9 +8,9 @@ import signal
 import sys
 
 import pytest
+from environments import worker_environments
 
 from totalreduce.launch.emulate import EmulatedNetwork
-from totalreduce.launch.workers import worker_environments
 
 #: The silence that is allowed here, which a healthy rank of a loaded machine must not reach.
 SILENCE_S = 4.0

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from totalreduce.bench.arithmetic import scheduling_ceiling, wire_limit_s
+from totalreduce.bench.arithmetic import wire_limit_s
 from totalreduce.bench.command import benchmark
 from totalreduce.bench.goodput import mean_goodput
 from totalreduce.bench.launching import Results, Setting, run_benchmark
@@ -254,3 +254,13 @@ def _table(setting: Setting, figures: list[ReplayFigure]) -> Table[ReplayFigure]
         + f".\nIdeal: the larger of both. No scheduler gains more than {first.ceiling:.2f}x over a perfect "
         "DDP here.\nGain: how much faster Total Reduce is than the peer of this line. Results checked.",
     )
+
+
+def scheduling_ceiling(forward_s: float, compute_s: float, communication_s: float) -> float:
+    """The most that any scheduler gains over a perfect DDP: ``1 + F / (F + B)`` where both take equally long.
+
+    A perfect DDP hides communication behind everything but the forward pass: its step takes
+    ``max(compute - F, communication) + F``, an ideal one ``max(compute, communication)``.
+    """
+    perfect_ddp = max(compute_s - forward_s, communication_s) + forward_s
+    return perfect_ddp / max(compute_s, communication_s)

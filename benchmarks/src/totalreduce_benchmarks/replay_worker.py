@@ -18,12 +18,14 @@ from totalreduce.bench.arithmetic import wire_limit_s
 from totalreduce.bench.context import Context, sleep_until
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
-from totalreduce.planning.fusion import Message, ddp_messages, optimizer_messages
-from totalreduce.planning.traces import Trace, compute_scale
+from totalreduce.planning.fusion import ELEMENT_BYTES, Message, lay_out, optimizer_messages
+from totalreduce.planning.traces import Trace
 from totalreduce.tensors.work import Work
 from totalreduce_benchmarks.replay import Block, ReplayJob, ReplayParameters, ReplaySamples, TraceSamples
 
 _WARMUP_STEPS = 2
+_DDP_FIRST_BUCKET_BYTES = 1 << 20  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
+_DDP_BUCKET_BYTES = 25 << 20  # bucket_cap_mb of DistributedDataParallel
 
 
 class Player(Protocol):
@@ -189,3 +191,21 @@ def _play_step(
         shift += blocked[layer]
     sleep_until(begin + shift + compute_s)
     return blocked
+
+
+def ddp_messages(elements: Sequence[int]) -> list[Message]:
+    """As DDP rebuilds its buckets: in the order of readiness, each closed once it has *reached* its limit."""
+    groups: list[list[int]] = [[]]
+    used, limit = 0, _DDP_FIRST_BUCKET_BYTES
+    for index in reversed(range(len(elements))):
+        groups[-1].append(index)
+        used += elements[index] * ELEMENT_BYTES
+        if used >= limit:
+            groups.append([])
+            used, limit = 0, _DDP_BUCKET_BYTES
+    return lay_out([group for group in groups if group], elements)
+
+
+def compute_scale(trace: Trace, communication_s: float, ratio: float) -> float:
+    """Return the factor of times with which communication takes ``ratio`` times as long as compute."""
+    return communication_s / (ratio * trace.compute_s)

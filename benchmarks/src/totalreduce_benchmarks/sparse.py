@@ -13,12 +13,12 @@ from totalreduce.bench.arithmetic import format_count, parse_count
 from totalreduce.bench.command import benchmark
 from totalreduce.bench.launching import Results, Setting, run_benchmark
 from totalreduce.bench.methods import DISTRIBUTIONS, DistributionOption, make_method
-from totalreduce.bench.plots import Bar, draw_bars
 from totalreduce.bench.report import Report, Table, duration, number, size, times
 from totalreduce.bench.sampling import Estimate, estimate, ratio_estimate, slowest
 from totalreduce.cli.report import share
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.pytorch.sizes import even_bucket_elements
+from totalreduce_benchmarks.plots import Bar, draw_bars
 
 #: Peers in the same run.
 PEERS = ("gloo", "fp16", "powersgd-hook")

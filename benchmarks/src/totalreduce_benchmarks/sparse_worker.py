@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from totalreduce.bench.context import Context
-from totalreduce.bench.gradients import GradientSource, matrix_sides
+from totalreduce.bench.gradients import GradientSource
 from totalreduce.bench.methods import make_method
 from totalreduce.bench.values import WrongResultError
 from totalreduce.kernels.arrays import Array
@@ -366,3 +366,9 @@ def _largest(values: Array, edges: list[int], counts: list[int]) -> Array:
             chosen = np.abs(part) >= bound
             found[low:high][chosen] = part[chosen]
     return found
+
+
+def matrix_sides(num_elements: int) -> tuple[int, int]:
+    """Rows and columns of the largest nearly square matrix that so many elements fill, but for a rest."""
+    columns = max(1, int(np.sqrt(num_elements)))
+    return num_elements // columns, columns

@@ -35,13 +35,14 @@ from totalreduce.bench.arithmetic import wire_limit_s
 from totalreduce.bench.command import split_names
 from totalreduce.bench.launching import Setting, find_script, run_script
 from totalreduce.bench.machine import describe_machine
-from totalreduce.bench.plots import Line, Panel, draw_panels
+from totalreduce.bench.plots import Line
 from totalreduce.bench.records import from_document, to_document
 from totalreduce.bench.report import Report, Table, number, print_progress, size
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.launch.emulate import EmulateOptions, rate_bits_per_s
 from totalreduce.planning.contestants import make_strategy, name_of, parse_contestant, strategies, takes_own_steps
 from totalreduce_benchmarks.kept import KeptResults
+from totalreduce_benchmarks.plots import Panel, draw_panels
 
 __all__ = [
     "CaseSamples",

@@ -106,16 +106,6 @@ def repetitions(num_bytes: int) -> int:
     return max(1, min(20, (16 << 20) // num_bytes))
 
 
-def scheduling_ceiling(forward_s: float, compute_s: float, communication_s: float) -> float:
-    """The most that any scheduler gains over a perfect DDP: ``1 + F / (F + B)`` where both take equally long.
-
-    A perfect DDP hides communication behind everything but the forward pass: its step takes
-    ``max(compute - F, communication) + F``, an ideal one ``max(compute, communication)``.
-    """
-    perfect_ddp = max(compute_s - forward_s, communication_s) + forward_s
-    return perfect_ddp / max(compute_s, communication_s)
-
-
 def _parse(text: str, units: dict[str, int]) -> float | None:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     unit = None if match is None else units.get(match[2].lower())

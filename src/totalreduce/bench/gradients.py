@@ -51,12 +51,6 @@ class GradientSource:
                 out[whole:] = 0.0
 
 
-def matrix_sides(num_elements: int) -> tuple[int, int]:
-    """Rows and columns of the largest nearly square matrix that so many elements fill, but for a rest."""
-    columns = max(1, int(np.sqrt(num_elements)))
-    return num_elements // columns, columns
-
-
 def _noise(generator: np.random.Generator, num_elements: int, distribution: str) -> Array:
     if distribution == "normal":
         return generator.standard_normal(num_elements, dtype=np.float32)

@@ -36,7 +36,6 @@ __all__ = [
     "oom_kills",
     "seat_environment",
     "signal_name",
-    "worker_environments",
 ]
 
 #: The variables by which a worker knows that it can be replaced, and by whom.
@@ -295,21 +294,6 @@ def _pidfd(pid: int) -> int | None:
         return os.pidfd_open(pid)
     except OSError:
         return None
-
-
-def worker_environments(
-    base: Mapping[str, str], num_workers: int, *, workers_per_host: int, master_address: str, job_id: str
-) -> list[dict[str, str]]:
-    """Return the variables of every worker of a run with equally many workers on each host.
-
-    All hosts share the cores of this one. See ``common_environment``.
-    """
-    common = common_environment(base, num_workers, master_address=master_address, job_id=job_id)
-    common.setdefault("OMP_NUM_THREADS", str(default_num_threads(num_workers)))
-    places = [
-        Place("", rank // workers_per_host, rank % workers_per_host, workers_per_host) for rank in range(num_workers)
-    ]
-    return [{**common, **seat_environment(rank, place)} for rank, place in enumerate(places)]
 
 
 def common_environment(

@@ -82,11 +82,6 @@ class Trace:
         return replace(self, layers=layers, step_s=self.step_s * time)
 
 
-def compute_scale(trace: Trace, communication_s: float, ratio: float) -> float:
-    """Return the factor of times with which communication takes ``ratio`` times as long as compute."""
-    return communication_s / (ratio * trace.compute_s)
-
-
 def parse_trace(document: Any, where: str) -> Trace:
     """Check a decoded JSON document and build the trace."""
     if not isinstance(document, dict) or document.get("columns") != _COLUMNS:

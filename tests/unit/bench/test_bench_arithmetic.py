@@ -10,12 +10,12 @@ from totalreduce.bench.arithmetic import (
     parse_size,
     parse_sizes,
     repetitions,
-    scheduling_ceiling,
     wire_limit_s,
 )
 from totalreduce.bench.sampling import estimate, percentile, ratio_estimate
 from totalreduce.cli.report import format_bytes
 from totalreduce.foundation.errors import ConfigurationError
+from totalreduce_benchmarks.replay import scheduling_ceiling
 
 
 @pytest.mark.parametrize(

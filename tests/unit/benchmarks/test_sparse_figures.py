@@ -8,15 +8,17 @@ import pytest
 import torch
 from commands import invoke
 
-from totalreduce.bench import arithmetic, methods, plots
-from totalreduce.bench.gradients import GradientSource, matrix_sides
+from totalreduce.bench import arithmetic, methods
+from totalreduce.bench.gradients import GradientSource
 from totalreduce.bench.launching import BenchmarkFailedError
+from totalreduce.bench.plots import Line, draw_lines
 from totalreduce.bench.records import from_document
 from totalreduce.cli import pictures
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.pytorch.buckets import ParameterSpec
 from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback
-from totalreduce_benchmarks import growth, kernels, sparse
+from totalreduce_benchmarks import growth, kernels, plots, sparse
+from totalreduce_benchmarks.sparse_worker import matrix_sides
 
 
 @pytest.mark.parametrize(
@@ -217,10 +219,10 @@ def test_pictures_are_drawn(tmp_path):
     bars = [plots.Bar("ours", 3.0, 2.0, 4.0, {"selection": 1.0, "writing": 1.0}), plots.Bar("gloo", 5.0, 5.0, 5.0)]
     plots.draw_bars(tmp_path / "bars.png", "two", "ms", bars)
     lines = [
-        plots.Line("oktopk, processes", [2, 4], [3.0, 4.5]),
-        plots.Line("oktopk, lockstep", [8], [5.0], dashed=True),
+        Line("oktopk, processes", [2, 4], [3.0, 4.5]),
+        Line("oktopk, lockstep", [8], [5.0], dashed=True),
     ]
-    plots.draw_lines(tmp_path / "lines.svg", "growth", ("ranks", "bytes"), lines)
+    draw_lines(tmp_path / "lines.svg", "growth", ("ranks", "bytes"), lines)
     assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
     assert "</svg>" in (tmp_path / "lines.svg").read_text()
     with pytest.raises(ConfigurationError, match="cannot write --plot"):

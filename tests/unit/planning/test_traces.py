@@ -7,15 +7,15 @@ import pytest
 
 from totalreduce.bench.arithmetic import wire_limit_s
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.planning.fusion import ddp_messages, optimizer_messages
+from totalreduce.planning.fusion import optimizer_messages
 from totalreduce.planning.traces import (
     as_document,
-    compute_scale,
     find_traces,
     load_trace,
     parse_trace,
     shipped_traces,
 )
+from totalreduce_benchmarks.replay_worker import compute_scale, ddp_messages
 
 ROWS = [[0.3, 0.4, 1000], [0.2, 0.5, 2000], [0.0, 0.7, 3000]]
 DOCUMENT = {
