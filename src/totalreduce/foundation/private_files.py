@@ -15,7 +15,6 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Self, final
 
 from totalreduce.foundation.files import replacing
@@ -59,9 +58,7 @@ class PrivateFolder:
         """Return the folder, which is closed at the end of the block."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the folder."""
         self.close()
 

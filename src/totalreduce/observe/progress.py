@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console, RenderableType
@@ -114,9 +113,7 @@ class TrainingProgress:
             self._task = self._bar.add_task(self._label, total=self._num_steps)
             self._bar.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Leave the last state on the screen and restore the cursor."""
         if self._bar is not None:
             with contextlib.suppress(OSError, ValueError):  # if the console has failed before, that was said
