@@ -107,11 +107,7 @@ class Lists(NamedTuple):
 
 
 def unpack(block: Array, begin: int, end: int) -> tuple[Array, Array]:
-    """Decode the indices and values of a block.
-
-    Raises:
-        ProtocolError: The bytes are no block, or have indices outside [begin, end).
-    """
+    """Decode the indices and values of a block. Raises ``ProtocolError``."""
     lists = unpack_all([block], [(begin, end)])
     return lists.indices, lists.values
 

@@ -220,11 +220,7 @@ def read_job_key(env: Mapping[str, str] | None = None) -> bytes | None:
 
 
 def read_settings(env: Mapping[str, str] | None = None) -> Settings:
-    """Return the settings of the environment; explicit arguments go before them.
-
-    Raises:
-        ConfigurationError: A variable has an invalid value.
-    """
+    """Return the settings of the environment; explicit arguments go before them. Raises ``ConfigurationError``."""
     env = _present(env)
     values = {field: parse(name, env[name]) for name, (field, parse) in _SETTINGS.items() if name in env}
     return Settings(**values, tls=_tls(env), warnings=(*_unknown_names(env), *_key_warnings(env)))

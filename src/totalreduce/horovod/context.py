@@ -358,12 +358,7 @@ class Context:
         return self._known[number][0]
 
     def members(self, process_set: ProcessSet) -> Members:
-        """Return the members of a process set, for a collective.
-
-        Raises:
-            ConfigurationError: There is no job, the set is not registered, this process is no member, or the group is
-                not formed yet (``elastic``).
-        """
+        """Return the members of a process set, for a collective. Raises ``ConfigurationError``."""
         members = self.declared(process_set)
         members.coordinator  # noqa: B018  (raises)
         return members

@@ -265,31 +265,19 @@ def open_kernels_folder(path: Path) -> PrivateFolder:
 
 
 def check_room(folder: PrivateFolder, num_bytes: int) -> None:
-    """Check that code can be kept before it is compiled, which takes seconds.
-
-    Raises:
-        OSError: The folder has no room for so many bytes, or cannot be written to.
-    """
+    """Check that code can be kept before it is compiled, which takes seconds. Raises ``OSError``."""
     folder.write("room", bytes(num_bytes))
     folder.remove("room")
 
 
 def code_in_files() -> dict[str, int]:
-    """Return the bytes of each file and folder of compiled code.
-
-    Raises:
-        OSError: There is no folder that can be used.
-    """
+    """Return the bytes of each file and folder of compiled code. Raises ``OSError``."""
     with PrivateFolder(code_folder()) as folder:
         return {name: folder.size(name) for name in folder.names()}
 
 
 def remove_code() -> None:
-    """Remove all files of compiled code. Jobs that run go on; the next ones compile it again.
-
-    Raises:
-        OSError: The folder cannot be used.
-    """
+    """Remove all files of compiled code. Jobs that run go on; the next ones compile it again. Raises ``OSError``."""
     with PrivateFolder(code_folder()) as folder:
         for name in folder.names():
             folder.remove(name)

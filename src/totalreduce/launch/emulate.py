@@ -117,11 +117,7 @@ class EmulatedNetwork:
     """
 
     def __init__(self, num_hosts: int, rate: str = "1gbit", *, queue_ms: int = 20, delay_ms: float = 0.0) -> None:
-        """Check the arguments; nothing is made yet.
-
-        Raises:
-            ConfigurationError: The numbers are invalid, or a requirement is missing.
-        """
+        """Check the arguments; nothing is made yet. Raises ``ConfigurationError``."""
         self._options = EmulateOptions(num_hosts=num_hosts, rate=rate, queue_ms=queue_ms, delay_ms=delay_ms)
         _check_requirements()
         owner = os.getpid()

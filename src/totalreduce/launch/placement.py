@@ -226,11 +226,7 @@ class Placement:
         return self._start(place.host, seat, command, variables, targets, place.local_world_size)
 
     def start_spare(self, host: str, *, serves: bool) -> Spare:
-        """Start a spare on a host, for a seat that serves or for another one.
-
-        Raises:
-            ConfigurationError: That is impossible.
-        """
+        """Start a spare on a host, for a seat that serves or for another one. Raises ``ConfigurationError``."""
         pipes, num_local = (subprocess.PIPE, subprocess.PIPE), self.pool.slots_of(host)
         command = self._command(serves=serves)
 

@@ -56,11 +56,7 @@ def parse_contestant(text: str) -> Contestant:
 
 
 def parse_settings(text: str, words: Iterable[str]) -> dict[str, Any]:
-    """Return the settings that the words of a contestant have, by name.
-
-    Raises:
-        ConfigurationError: A setting has no value, or the codec is unknown.
-    """
+    """Return the settings that the words of a contestant have, by name. Raises ``ConfigurationError``."""
     return dict(_setting(text, word) for word in words)
 
 

@@ -96,11 +96,7 @@ class Prediction:
 
 
 def check_contestant(text: str, density: float) -> None:
-    """Refuse a contestant that cannot be predicted.
-
-    Raises:
-        ConfigurationError: It is unknown, has unknown settings, or is one that a simulation cannot predict.
-    """
+    """Refuse a contestant that cannot be predicted. Raises ``ConfigurationError``."""
     _kind_of(text, density)
 
 

@@ -143,11 +143,7 @@ def simulate(
     calibration: Calibration,
     scaling: Scaling | None = None,
 ) -> SimulatedSteps:
-    """Train in virtual time.
-
-    Raises:
-        RuntimeError: The simulation came to a standstill: a defect.
-    """
+    """Train in virtual time. Raises ``RuntimeError``."""
     return _Training(trace, how, ranks, machines, calibration, scaling or Scaling()).run()
 
 

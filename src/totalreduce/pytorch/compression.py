@@ -183,11 +183,7 @@ class Compression:
         }
 
     def load_state(self, states: tuple[Mapping[str, Any], ...]) -> None:
-        """Go on from the states of this rank, or of all ranks of the saved job.
-
-        Raises:
-            ConfigurationError: States are missing, or of another model.
-        """
+        """Go on from the states of this rank, or of all ranks of the saved job. Raises ``ConfigurationError``."""
         own, known = states_for(states, self._group.rank, self._group.world_size)
         self.residuals.load(self._plan, own)
         if self.reducer is not None and all(known[key] == value for key, value in self._buckets().items()):

@@ -39,11 +39,7 @@ class _Background:
         self._thread: threading.Thread | None = None
 
     def submit(self, function: Callable[[], Any]) -> Future[Any]:
-        """Have the function called; return at once.
-
-        Raises:
-            GroupClosed: This is a forked child, and the thread is the parent's.
-        """
+        """Have the function called; return at once. Raises ``GroupClosed``."""
         self._home.check()
         if self._thread is None:
             self._thread = threading.Thread(target=_work, args=(self._queue,), name=self._name, daemon=True)

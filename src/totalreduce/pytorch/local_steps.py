@@ -81,12 +81,7 @@ class LocalSteps(StrategySteps):
     waited_s = 0.0
 
     def __init__(self, strategy: Strategy, training: TrainingOfRank) -> None:
-        """Begin. Collective.
-
-        Raises:
-            ConfigurationError: The ranks do not begin with the same parameters, or a parameter is not a floating-point
-                tensor.
-        """
+        """Begin. Collective. Raises ``ConfigurationError``."""
         group, name = training.group, training.name
         self.strategy, self._group, self._inner = strategy, group, training.optimizer
         self._replica = ModelReplica(training.parameters, training.optimizer)

@@ -26,11 +26,7 @@ class Accusation:
 
     @classmethod
     def decode(cls, text: str, num_seats: int) -> Accusation:
-        """Read the text of an accusation in a job of ``num_seats`` seats.
-
-        Raises:
-            ProtocolError: The text is no accusation.
-        """
+        """Read the text of an accusation in a job of ``num_seats`` seats. Raises ``ProtocolError``."""
         with reading(text, "accusation") as fields:
             found = cls(*(number_in(fields[name]) for name in ("suspected", "incarnation", "epoch")))
             if found.seat >= num_seats:

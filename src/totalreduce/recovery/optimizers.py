@@ -157,11 +157,7 @@ class Optimizers:
             each.form_again()
 
     def begin_block(self) -> None:
-        """Note that a block begins.
-
-        Raises:
-            ConfigurationError: Parameters were frozen that a strategy has begun with.
-        """
+        """Note that a block begins. Raises ``ConfigurationError``."""
         self._settling = None
         for each in self.strategies.values():
             each.refuse_frozen()

@@ -462,12 +462,7 @@ def _check_not_ended(assembly: Assembly) -> None:
 
 
 def _describe(kind: OpKind, tensor: torch.Tensor, name: str, *, op: ReduceOp = ReduceOp.NONE, root: int = 0) -> Call:
-    """Return the description of a call.
-
-    Raises:
-        UnsupportedError: The tensor's device, layout or dtype is not supported.
-        ConfigurationError: The name is no text, or too long.
-    """
+    """Return the description of a call. Raises ``UnsupportedError``, ``ConfigurationError``."""
     return Call(Signature(kind, dtype_of(tensor, name), op, root, tuple(tensor.shape)), checks.operation_name(name))
 
 

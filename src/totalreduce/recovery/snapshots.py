@@ -467,11 +467,7 @@ def _handled(number: int) -> signal.Signals:
 
 
 def _copied(value: Any) -> dict[str, torch.Tensor]:
-    """Return a nested value as tensors that nothing else changes.
-
-    Raises:
-        ConfigurationError: It has a value of a type that cannot be written.
-    """
+    """Return a nested value as tensors that nothing else changes. Raises ``ConfigurationError``."""
     document, tensors = encode(value)
     copies = {f"tensor-{index}": _plain(tensor) for index, tensor in enumerate(tensors)}
     return {**copies, "document": torch.frombuffer(bytearray(document.encode()), dtype=torch.uint8)}

@@ -51,11 +51,7 @@ class Trained:
     # ------------------------------------------------------------------------------------------------- in this process
 
     def keep(self) -> KeptTrained:
-        """Return what ``restore`` sets again.
-
-        Raises:
-            ConfigurationError: A parameter was added to an optimizer that is in none of the models.
-        """
+        """Return what ``restore`` sets again. Raises ``ConfigurationError``."""
         groups = [[(group, list(group["params"])) for group in each.param_groups] for each in self._optimizers.values()]
         sizes = [len(parameters) for of_one in groups for _, parameters in of_one]
         if sizes != self._sizes:

@@ -65,11 +65,7 @@ class C10dDriver:
         self._unfinished: Any = None
 
     def start(self, action: Action, *, channel: int, step: int, priority: int) -> _Started:  # noqa: ARG002
-        """Begin an action; return at once.
-
-        Raises:
-            torch.distributed.DistBackendError: This action cannot begin, or an earlier one failed.
-        """
+        """Begin an action; return at once. Raises ``torch.distributed.DistBackendError``."""
         if self._failed is not None:
             raise self._failed
         with self.guarded():

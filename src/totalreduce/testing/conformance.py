@@ -153,11 +153,7 @@ def check_case(case: Case, backend: Backend) -> int:
 
 
 def check_record(case: Case, rank: int, record: Record, *, where: str = "") -> int:
-    """Compare the record of one rank; returns how many collectives were compared.
-
-    Raises:
-        ConformanceError: A wrong value, or a change of a tensor that is only to be read.
-    """
+    """Compare the record of one rank; returns how many collectives were compared. Raises ``ConformanceError``."""
     return sum(_check_collective(case, collective, {rank: record}, where) for collective in case.collectives)
 
 

@@ -112,11 +112,7 @@ class Communicator:
             pause_s = min(2 * pause_s + 1e-6, _PAUSE_MAX_S)
 
     def exchange(self, document: Mapping[str, Any], timeout_s: float) -> list[dict[str, Any]]:
-        """Return every rank's JSON document, by rank. Collective.
-
-        Raises:
-            RendezvousError: A rank did not come in time.
-        """
+        """Return every rank's JSON document, by rank. Collective. Raises ``RendezvousError``."""
         text = json.dumps(document).encode()
         if len(text) > _DOCUMENT_BYTES:
             raise ConfigurationError(f"the description of rank {self.rank} has more than {_DOCUMENT_BYTES} bytes")
@@ -131,11 +127,7 @@ class Communicator:
 
 
 def join(timeout_s: float) -> Communicator:
-    """Return a private communicator of all ranks. Collective.
-
-    Raises:
-        RendezvousError: A rank did not come in time.
-    """
+    """Return a private communicator of all ranks. Collective. Raises ``RendezvousError``."""
     world = MPI.COMM_WORLD
     handle, request = world.Idup()
     deadline = time.monotonic() + timeout_s

@@ -316,11 +316,7 @@ class Meetings:
         self._meetings.clear()
 
     def _connect(self, peer: int, now: float) -> socket.socket | None:
-        """Return a connection to a peer, or ``None`` if it must be tried again.
-
-        Raises:
-            OSError: The peer does not listen.
-        """
+        """Return a connection to a peer, or ``None`` if it must be tried again. Raises ``OSError``."""
         address = self._addresses[peer]
         assert address is not None
         try:

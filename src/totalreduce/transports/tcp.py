@@ -53,11 +53,7 @@ _SHOW_S = 0.5
 
 
 def listen(address: str) -> socket.socket:
-    """Return a listening socket on a free port of ``address``.
-
-    Raises:
-        OSError: The address is not one of this machine.
-    """
+    """Return a listening socket on a free port of ``address``. Raises ``OSError``."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
