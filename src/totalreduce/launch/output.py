@@ -141,22 +141,8 @@ class OutputSink:
 
     def __init__(self, targets: Sequence[tuple[Target, Target]], streams: Streams) -> None:
         self.targets = targets  #: Standard output and standard error for the worker of each rank.
-        self._streams = streams
+        self.streams = streams  #: The launcher's own output.
         self._tails = [Tail(_ERROR_TAIL_BYTES) for _ in targets]
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether a reader of the launcher's own output is waited for, so that ``wait`` is to be called."""
-        return self._streams.is_pending
-
-    @property
-    def is_full(self) -> bool:
-        """Whether no output of workers is to be read now: they wait for a reader that is slow, but not too slow."""
-        return self._streams.is_full
-
-    def wait(self, timeout_s: float, other: int) -> None:
-        """Wait for the launcher's own output to be read, or until the descriptor ``other`` is readable."""
-        self._streams.wait(timeout_s, other)
 
     def feed(self, rank: int, data: bytes, *, is_error: bool) -> None:
         """Take bytes that a worker has written into a pipe."""
@@ -171,7 +157,7 @@ class OutputSink:
 
     def losses(self) -> list[str]:
         """Wait for the readers of the output, within limits; return sentences about what was lost, after ``close``."""
-        return self._streams.losses()
+        return self.streams.losses()
 
     def last_errors(self, rank: int) -> tuple[str, ...]:
         """Return the last lines of a worker's standard error, as many as are kept."""
@@ -238,7 +224,7 @@ class _RankZero(OutputSink):
     def feed(self, rank: int, data: bytes, *, is_error: bool) -> None:
         super().feed(rank, data, is_error=is_error)
         if rank == 0:
-            self._streams.writers[is_error].write(data)
+            self.streams.writers[is_error].write(data)
 
 
 class _Captured(OutputSink):
@@ -290,7 +276,7 @@ class _Files(OutputSink):
         """Say the first fault: those of the other files have the same reason."""
         if not self._has_warned:
             self._has_warned = True
-            self._streams.note(sentence)
+            self.streams.note(sentence)
 
 
 def open_sink(output: Output, num_workers: int, streams: Streams) -> OutputSink:

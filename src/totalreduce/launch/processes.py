@@ -135,10 +135,10 @@ class Processes:
     def read(self, timeout_s: float) -> None:
         """Pass output on when some comes, or the end of a worker is noticed, or the time is over."""
         begin = time.monotonic()
-        if self.sink.is_pending:
-            self.sink.wait(timeout_s, self._selector.fileno())
+        if self.sink.streams.is_pending:
+            self.sink.streams.wait(timeout_s, self._selector.fileno())
             timeout_s = 0.0
-        is_held = self.sink.is_full
+        is_held = self.sink.streams.is_full
         # A worker's end ends this wait through its pidfd, so the ends of workers are noticed in their order.
         for key, _ in self._selector.select(timeout_s):
             if key.data is not None and not is_held and not self._read_pipe(*key.data):

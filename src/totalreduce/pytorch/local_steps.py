@@ -31,6 +31,7 @@ from totalreduce.pytorch.round import RoundGuard
 from totalreduce.pytorch.stepping import StrategySteps
 from totalreduce.sparse.actions import Exchange
 from totalreduce.sparse.group_driver import GroupDriver
+from totalreduce.sparse.rounds import with_arrays, with_tensors
 from totalreduce.sparse.worker import ExchangeWorker, Job
 from totalreduce.strategies.averaging import AveragingSession
 from totalreduce.strategies.strategy import Pending, RestartableSession, Strategy, TrainingOfRank
@@ -352,7 +353,7 @@ class LocalSteps(StrategySteps):
             "under_way": under_way,
             "session": self._session.state(),
         }
-        return {"strategy": self.strategy.name, **_tensors(state)}
+        return {"strategy": self.strategy.name, **with_tensors(state)}
 
     def _under_way(self) -> list[dict[str, int]]:
         """Describe the exchanges whose results are not applied."""
@@ -390,7 +391,7 @@ class LocalSteps(StrategySteps):
                 f"the state is not that of {self.strategy.name!r} but of {name!r}: load what strategy_steps.state() "
                 "has returned with the same sync="
             )
-        steps, samples, results, under_way, session = (_arrays(state.get(key)) for key in _KEYS)
+        steps, samples, results, under_way, session = (with_arrays(state.get(key)) for key in _KEYS)
         present = {"steps": 0, "samples": 0.0, "session": self._session.state()}
         _check_alike({"steps": steps, "samples": samples, "session": session}, present, "state")
         under_way = under_way or []
@@ -406,7 +407,7 @@ class LocalSteps(StrategySteps):
 
     def shared(self) -> dict[str, Any]:
         """Return the part of ``state`` that all ranks have in common, for a rank that begins with the others."""
-        session = _tensors(self._session.state()["shared"])
+        session = with_tensors(self._session.state()["shared"])
         return {"steps": self._steps, "under_way": self._under_way(), "session": session}
 
     def load_shared(self, shared: Mapping[str, Any]) -> None:
@@ -414,7 +415,7 @@ class LocalSteps(StrategySteps):
 
         What a rank has for itself begins anew. In exchanges under way its updates are zeros.
         """
-        steps, under_way, session = (_arrays(shared.get(key)) for key in ("steps", "under_way", "session"))
+        steps, under_way, session = (with_arrays(shared.get(key)) for key in ("steps", "under_way", "session"))
         self._steps, self._samples = steps, 0.0
         self._renew(session, None, under_way or [])
 
@@ -476,24 +477,6 @@ def _arrived(channel: int, due: int, result: Any) -> tuple[Pending, Job]:
 def _nothing() -> Exchange:
     """Exchange nothing."""
     yield from ()
-
-
-def _tensors(state: Any) -> Any:
-    """Return a copy of nested dicts and lists in which arrays are tensors: ``torch.load`` takes them."""
-    if isinstance(state, Mapping):
-        return {key: _tensors(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [_tensors(value) for value in state]
-    return torch.from_numpy(state.copy()) if isinstance(state, np.ndarray) else state
-
-
-def _arrays(state: Any) -> Any:
-    """Undo ``_tensors``."""
-    if isinstance(state, Mapping):
-        return {key: _arrays(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [_arrays(value) for value in state]
-    return state.cpu().numpy().copy() if isinstance(state, torch.Tensor) else state
 
 
 def _check_alike(state: Any, present: Any, where: str) -> None:

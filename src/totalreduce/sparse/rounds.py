@@ -177,16 +177,22 @@ class SparseRounds:
         return session
 
 
-def with_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a session's state with tensors instead of arrays, for checkpoints: ``torch.load`` trusts tensors."""
-    return {
-        key: torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value for key, value in state.items()
-    }
+def with_tensors(state: Any) -> Any:
+    """Return a copy of nested dicts and lists with tensors instead of arrays: ``torch.load`` trusts tensors."""
+    if isinstance(state, Mapping):
+        return {key: with_tensors(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [with_tensors(value) for value in state]
+    return torch.from_numpy(state.copy()) if isinstance(state, np.ndarray) else state
 
 
-def with_arrays(state: Mapping[str, Any]) -> dict[str, Any]:
+def with_arrays(state: Any) -> Any:
     """Undo ``with_tensors``."""
-    return {key: value.numpy() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+    if isinstance(state, Mapping):
+        return {key: with_arrays(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [with_arrays(value) for value in state]
+    return state.cpu().numpy().copy() if isinstance(state, torch.Tensor) else state
 
 
 def _with_xi(
