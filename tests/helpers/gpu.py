@@ -19,6 +19,7 @@ class OnGpu(torch.Tensor):
     index: int
     owner: FakeCuda
     is_cuda = True
+    is_cpu = False
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @property

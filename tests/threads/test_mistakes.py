@@ -110,7 +110,7 @@ MISTAKES = [
     ("a sparse tensor", lambda its: its.group.allreduce(its.tensor.to_sparse()),
      "tensor 'unnamed' has layout torch.sparse_coo; use .to_dense()"),
     ("a tensor on another device", lambda its: its.group.allreduce(its.tensor.to("meta")),
-     "tensor 'unnamed' is on meta; this transport moves CPU memory. Copy it with .cpu() first"),
+     "tensor 'unnamed' is on meta and has no values; use .to_empty(device='cpu') first"),
     ("`tensor.expand(4, 2)`", lambda its: its.group.allreduce(its.tensor.expand(4, 2)),
      "tensor 'unnamed' is expanded: several elements share memory. Use .contiguous()"),
     ("one name twice, before `wait()`", two_in_flight,

@@ -14,7 +14,6 @@ from torch.autograd.graph import increment_version
 
 from totalreduce.c10d.callbacks import Callbacks
 from totalreduce.c10d.names import BACKEND_NAME
-from totalreduce.c10d.pinned_memory import Stager
 from totalreduce.c10d.premultiplied import Factor, factor_of, multiplied
 from totalreduce.c10d.sparse import allreduce_sparse
 from totalreduce.c10d.work import OperationWork, as_torch_error, begin_record, seconds_of
@@ -26,7 +25,6 @@ from totalreduce.tensors.work import Work
 
 __all__ = [
     "Calls",
-    "Host",
     "Tensors",
     "arithmetic_view",
     "one_list",
@@ -61,8 +59,6 @@ _OPERATORS = {
 _COUNTED = frozenset({"all_gather", "gather", "reduce_scatter", "all_to_all"})
 #: One tensor or, as c10d has it, a list of one.
 Tensors = torch.Tensor | Sequence[torch.Tensor]
-#: From a tensor to its counterpart in host memory.
-Host = Callable[[torch.Tensor], torch.Tensor]
 #: By the number of torch's member, of which the hash and the comparison take longer.
 _REDUCTIONS: dict[int, tuple[ReduceOp, None]] = {
     theirs.value: (ours, None)
@@ -93,7 +89,6 @@ class Calls:
         self.place = "of a process group"  #: How messages call the process group behind the number of a call.
         self.callbacks = Callbacks(f"totalreduce-{group.rank}")  #: The threads in which futures are completed.
         self._group = group
-        self._stager = Stager()
 
     def seconds(self, opts: Any, timeout: timedelta | None = None) -> float:
         """Return the deadline: that of the call, else that of the options, else that of the process group."""
@@ -105,12 +100,11 @@ class Calls:
         self,
         title: str,
         opts: Any,
-        submit: Callable[[Host], list[Work]],
+        submit: Callable[[], list[Work]],
         result: Any,
-        reads: Sequence[torch.Tensor],
+        shown: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
         *,
-        shown: Sequence[torch.Tensor] | None = None,
         timeout: timedelta | None = None,
         operator: str = "",
         value: Callable[[], Any] | None = None,
@@ -120,11 +114,10 @@ class Calls:
         Args:
             title: Its name, as gloo has it, for the profiler and for messages.
             opts: Its options, of which the deadline counts here.
-            submit: Submits the operations, given a function from a tensor to its host memory.
+            submit: Submits the operations.
             result: Its outputs, nested as gloo nests them.
-            reads: Tensors that it reads on this rank.
+            shown: Tensors that the profiler shows.
             writes: Tensors that it writes on this rank.
-            shown: Tensors that the profiler shows; by default ``reads``.
             timeout: Its deadline, instead of that of the options.
             operator: The operator of c10d, for the profiler; by default the one that ``title`` has alone.
             value: Returns the value of its future; by default that is ``result``.
@@ -134,16 +127,14 @@ class Calls:
             increment_version(writes)
         operator = operator or _OPERATORS[title]
         called, title = title, f"{BACKEND_NAME}:{title}"
-        record = begin_record(title, reads if shown is None else shown)
-        staged = self._stager.stage(reads, writes)
-        host = _as_is if staged is None else staged.host
+        record = begin_record(title, shown)
         token = call_here.set((called, self.place))
         try:
             if record is None:
-                works = submit(host)
+                works = submit()
             else:
                 with operator_event(operator):
-                    works = submit(host)
+                    works = submit()
         except TotalReduceError as error:
             if record is not None:
                 record.end()
@@ -159,7 +150,6 @@ class Calls:
             timeout_s=self.seconds(opts, timeout),
             callbacks=self.callbacks,
             record=record,
-            staged=staged,
             value=value,
         )
 
@@ -189,7 +179,7 @@ class Calls:
         finally:
             call_here.reset(token)
         left_s = timeout_s - (time.monotonic() - begin)
-        return OperationWork(works, [tensor], title=title, timeout_s=left_s, callbacks=self.callbacks, staged=finish)
+        return OperationWork(works, [tensor], title=title, timeout_s=left_s, callbacks=self.callbacks, finish=finish)
 
     def reduce_scatter_singles(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any, result: Any
@@ -202,11 +192,9 @@ class Calls:
             if tensor.numel() != self._group.world_size * output.numel():
                 raise ValueError("input tensor must be the same size as output size times world size")
 
-        def submit(host: Host) -> list[Work]:
+        def submit() -> list[Work]:
             return [
-                self._group.reduce_scatter(
-                    arithmetic_view(host(output), op), arithmetic_view(host(tensor).contiguous(), op), op=op
-                )
+                self._group.reduce_scatter(arithmetic_view(output, op), arithmetic_view(tensor.contiguous(), op), op=op)
                 for output, tensor in zip(outputs, inputs, strict=True)
             ]
 
@@ -223,9 +211,9 @@ class Calls:
             if output.numel() != self._group.world_size * tensor.numel():
                 raise ValueError("output tensor size must be equal to world_size times input tensor size")
 
-        def submit(host: Host) -> list[Work]:
+        def submit() -> list[Work]:
             pairs = zip(outputs, inputs, strict=True)
-            return [self._group.allgather(host(output), host(tensor)) for output, tensor in pairs]
+            return [self._group.allgather(output, tensor) for output, tensor in pairs]
 
         operator = "_allgather_base_" if result is not outputs else "allgather_into_tensor_coalesced_"
         return self.start("all_gather", opts, submit, result, inputs, outputs, operator=operator)
@@ -242,10 +230,6 @@ def place_of(name: str, description: str, ranks: Sequence[int]) -> str:
         return "of the default group"
     shown = f"ranks {', '.join(map(str, ranks))}" if len(ranks) <= _RANKS_SHOWN else f"{len(ranks)} ranks"
     return f"of group {name if description == 'undefined' else description!r} ({shown})"
-
-
-def _as_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def options_for(opts: Any, kind: Any, *, op: Any = None, root: int | None = None) -> Any:

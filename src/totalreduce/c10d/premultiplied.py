@@ -50,9 +50,9 @@ def multiplied(
             raise ValueError(f"ReduceOp.PREMUL_SUM multiplies floating-point numbers, not {tensor.dtype}")
     operands = Operands("the tensors of PREMUL_SUM")
     for tensor in tensors:
-        if not tensor.is_cuda:  # on a GPU the streams keep the order
-            operands.add(tensor, writes=in_place)
+        operands.hold(tensor, writes=in_place)
     group.operations.claim(operands, timeout_s)
+    group.operations.staging.let_streams_wait(tensors)
     try:
         with torch.no_grad():
             by = [factor.to(tensor.device) if isinstance(factor, torch.Tensor) else factor for tensor in tensors]

@@ -21,7 +21,6 @@ from torch._C import _distributed_c10d as c10d
 
 from totalreduce.c10d.calls import (
     Calls,
-    Host,
     Tensors,
     arithmetic_view,
     one_list,
@@ -122,11 +121,11 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
         if factor is not None:
             self._calls.multiply([tensor], factor, self._calls.seconds(opts, timeout), in_place=True)
 
-        def submit(host: Host) -> list[Work]:
-            return [self.group.allreduce(arithmetic_view(host(tensor), op), op=op)]
+        def submit() -> list[Work]:
+            return [self.group.allreduce(arithmetic_view(tensor, op), op=op)]
 
         shown = [torch.view_as_real(tensor) if tensor.is_complex() else tensor]
-        return self._start("all_reduce", opts, submit, [tensor], [tensor], [tensor], shown=shown, timeout=timeout)
+        return self._start("all_reduce", opts, submit, [tensor], shown, [tensor], timeout=timeout)
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         """Reduce each tensor in place."""
@@ -137,8 +136,8 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
         if factor is not None:
             self._calls.multiply(listed, factor, self._calls.seconds(opts), in_place=True)
 
-        def submit(host: Host) -> list[Work]:
-            return [self.group.allreduce(arithmetic_view(host(tensor), op), op=op) for tensor in listed]
+        def submit() -> list[Work]:
+            return [self.group.allreduce(arithmetic_view(tensor, op), op=op) for tensor in listed]
 
         return self._start("all_reduce", opts, submit, listed, listed, listed, operator="allreduce_coalesced_")
 
@@ -154,8 +153,8 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
             takes_result, seconds = self.group.rank == root_rank, self._calls.seconds(opts, timeout)
             [tensor] = self._calls.multiply([tensor], factor, seconds, in_place=takes_result)
 
-        def submit(host: Host) -> list[Work]:
-            return [self.group.reduce(arithmetic_view(host(tensor), kind), root=root_rank, op=kind)]
+        def submit() -> list[Work]:
+            return [self.group.reduce(arithmetic_view(tensor, kind), root=root_rank, op=kind)]
 
         writes = [tensor] if self.group.rank == root_rank else []
         return self._start("reduce", opts, submit, [tensor], [tensor], writes, timeout=timeout)
@@ -169,9 +168,9 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
         if factor is not None:
             blocks = self._calls.multiply(blocks, factor, self._calls.seconds(opts))
 
-        def submit(host: Host) -> list[Work]:
-            numbers = [arithmetic_view(host(block), op) for block in blocks]
-            return [self.group.reduce_scatter(arithmetic_view(host(tensor), op), numbers, op=op)]
+        def submit() -> list[Work]:
+            numbers = [arithmetic_view(block, op) for block in blocks]
+            return [self.group.reduce_scatter(arithmetic_view(tensor, op), numbers, op=op)]
 
         return self._start("reduce_scatter", opts, submit, [tensor], blocks, [tensor])
 
@@ -198,11 +197,11 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
         if other := self._other(tensor):
             return other.broadcast([tensor], options_for(opts, c10d.BroadcastOptions, root=root_rank))
 
-        def submit(host: Host) -> list[Work]:
-            return [self.group.broadcast(host(tensor), root=root_rank, async_op=True)]
+        def submit() -> list[Work]:
+            return [self.group.broadcast(tensor, root=root_rank, async_op=True)]
 
-        reads, writes = ([tensor], []) if self.group.rank == root_rank else ([], [tensor])
-        return self._start("broadcast", opts, submit, [tensor], reads, writes, shown=[tensor], timeout=timeout)
+        writes = [] if self.group.rank == root_rank else [tensor]
+        return self._start("broadcast", opts, submit, [tensor], [tensor], writes, timeout=timeout)
 
     def allgather(self, outputs: Any, inputs: Tensors, opts: Any = None) -> Any:
         """Gather every rank's tensor on every rank, as a list; sizes may differ."""
@@ -210,8 +209,8 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
         if other := self._other(tensor):
             return other.allgather([listed], [tensor], options_for(opts, c10d.AllgatherOptions))
 
-        def submit(host: Host) -> list[Work]:
-            return [self.group.allgather([host(output) for output in listed], host(tensor))]
+        def submit() -> list[Work]:
+            return [self.group.allgather(listed, tensor)]
 
         return self._start("all_gather", opts, submit, [listed], [tensor], listed, value=lambda: rows_of(listed))
 
@@ -222,10 +221,9 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
         if other := self._other(inputs[0]):
             return other.allgather_coalesced(outputs, inputs, options_for(opts, c10d.AllgatherOptions))
 
-        def submit(host: Host) -> list[Work]:
+        def submit() -> list[Work]:
             return [
-                self.group.allgather([host(part[index]) for part in outputs], host(tensor))
-                for index, tensor in enumerate(inputs)
+                self.group.allgather([part[index] for part in outputs], tensor) for index, tensor in enumerate(inputs)
             ]
 
         writes = [tensor for part in outputs for tensor in part]
@@ -253,9 +251,8 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
             return other.gather(outputs, [tensor], options_for(opts, c10d.GatherOptions, root=root_rank))
         listed = one_list(outputs) if self.group.rank == root_rank else []
 
-        def submit(host: Host) -> list[Work]:
-            blocks = [host(output) for output in listed] if listed else None
-            return [self.group.gather(blocks, host(tensor), root=root_rank)]
+        def submit() -> list[Work]:
+            return [self.group.gather(listed or None, tensor, root=root_rank)]
 
         return self._start("gather", opts, submit, [listed], [tensor], listed)
 
@@ -266,11 +263,10 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
             return other.scatter([tensor], inputs, options_for(opts, c10d.ScatterOptions, root=root_rank))
         listed = one_list(inputs) if self.group.rank == root_rank else []
 
-        def submit(host: Host) -> list[Work]:
-            blocks = [host(block) for block in listed] if listed else None
-            return [self.group.scatter(host(tensor), blocks, root=root_rank)]
+        def submit() -> list[Work]:
+            return [self.group.scatter(tensor, listed or None, root=root_rank)]
 
-        return self._start("scatter", opts, submit, [tensor], listed, [tensor], shown=listed or [tensor])
+        return self._start("scatter", opts, submit, [tensor], listed or [tensor], [tensor])
 
     def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None) -> Any:
         """Send tensor r of each rank to rank r."""
@@ -278,8 +274,8 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
         if other := self._other(sent[0]):
             return other.alltoall(received, sent, options_for(opts, c10d.AllToAllOptions))
 
-        def submit(host: Host) -> list[Work]:
-            return [self.group.alltoall([host(block) for block in received], [host(block) for block in sent])]
+        def submit() -> list[Work]:
+            return [self.group.alltoall(received, sent)]
 
         return self._start("all_to_all", opts, submit, received, sent, received)
 
@@ -298,8 +294,8 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
         received = split_sizes(output, output_split_sizes, self.group.world_size, "output")
         sent = split_sizes(input, input_split_sizes, self.group.world_size, "input")
 
-        def submit(host: Host) -> list[Work]:
-            outputs, inputs = torch.split(host(output), received), torch.split(host(input), sent)
+        def submit() -> list[Work]:
+            outputs, inputs = torch.split(output, received), torch.split(input, sent)
             return [self.group.alltoall(outputs, inputs)]
 
         return self._start("all_to_all", opts, submit, output, [input], [output], operator="alltoall_base_")
@@ -322,7 +318,7 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
             return Dispatched(self).barrier(options_for(opts, c10d.BarrierOptions))
         word = torch.zeros(1, dtype=torch.uint8, device="cpu")
 
-        def submit(_: Host) -> list[Work]:
+        def submit() -> list[Work]:
             return [self.group.allreduce(word, op=ReduceOp.MAX)]
 
         return self._start("barrier", opts, submit, [], [], [], timeout=timeout)
@@ -349,8 +345,8 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
         if other := self._other(tensor):
             return other.send([tensor], dst, tag)
 
-        def submit(host: Host) -> list[Work]:
-            return [self.group.send(host(tensor), dst=dst, tag=tag)]
+        def submit() -> list[Work]:
+            return [self.group.send(tensor, dst=dst, tag=tag)]
 
         return self._start("send", None, submit, [tensor], [tensor], [])
 
@@ -360,11 +356,11 @@ class ProcessGroupTotalReduce(_ProcessGroup):  # type: ignore[misc]
         if other := self._other(tensor):
             return other.recv_anysource([tensor], tag) if src is None else other.recv([tensor], src, tag)
 
-        def submit(host: Host) -> list[Work]:
-            return [self.group.recv(host(tensor), src=src, tag=tag)]
+        def submit() -> list[Work]:
+            return [self.group.recv(tensor, src=src, tag=tag)]
 
         title = "recv" if src is not None else "recvAnySource"
-        return self._start(title, None, submit, [tensor], [], [tensor], shown=[tensor])
+        return self._start(title, None, submit, [tensor], [tensor], [tensor])
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
         """Receive from the rank that sends first; the handle's ``source_rank`` names it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import final
 
 import torch
@@ -14,7 +15,7 @@ from totalreduce.tensors.work import Work
 __all__ = ["allreduce_sparse"]
 
 
-def allreduce_sparse(group: Group, tensor: torch.Tensor, timeout_s: float) -> tuple[list[Work], _SparseSum]:
+def allreduce_sparse(group: Group, tensor: torch.Tensor, timeout_s: float) -> tuple[list[Work], Callable[[], None]]:
     """Submit the sum of a sparse tensor over all ranks; blocks only until the numbers of values are known.
 
     The shape is equal on all ranks, the number of values need not be. The tensor gets the result, coalesced.
@@ -28,7 +29,7 @@ def allreduce_sparse(group: Group, tensor: torch.Tensor, timeout_s: float) -> tu
     indices = [torch.empty(own.sparse_dim(), int(count), dtype=torch.int64, device="cpu") for count in counts]
     values = [own.values().new_empty(int(count), *own.values().shape[1:]) for count in counts]
     works = [group.allgather(indices, own.indices().contiguous()), group.allgather(values, own.values().contiguous())]
-    return works, _SparseSum(tensor, indices, values)
+    return works, _SparseSum(tensor, indices, values).finish
 
 
 @final
@@ -40,7 +41,7 @@ class _SparseSum:
         self._lock = threading.Lock()
         self._finished = False
 
-    def finish(self, *, blocking: bool) -> None:  # noqa: ARG002
+    def finish(self) -> None:
         """Add up the values, once."""
         with self._lock:
             if self._finished:

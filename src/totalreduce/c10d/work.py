@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
@@ -31,12 +31,14 @@ from totalreduce.foundation.errors import (
 )
 from totalreduce.groups.calling import Origin, Unknown, surroundings
 from totalreduce.tensors.compilation import never_compiled
+from totalreduce.tensors.staging import is_staged
 from totalreduce.tensors.work import operation_of, when_all_done
 
 if TYPE_CHECKING:
-    from totalreduce.tensors.work import Work as GroupWork
+    from totalreduce.tensors.staging import is_staged
+from totalreduce.tensors.work import Work as GroupWork
 
-__all__ = ["Finish", "OperationWork", "as_torch_error", "begin_record", "seconds_of"]
+__all__ = ["OperationWork", "as_torch_error", "begin_record", "seconds_of"]
 
 
 @final
@@ -61,13 +63,6 @@ def begin_record(title: str, tensors: Sequence[torch.Tensor]) -> Record | None:
     return Record(title, tensors) if torch._C._autograd._profiler_enabled() else None
 
 
-class Finish(Protocol):
-    """The last part of an operation, which happens on this rank only."""
-
-    def finish(self, *, blocking: bool) -> None:
-        """Do it, once; with ``blocking=False`` only the current CUDA stream waits for it."""
-
-
 @final
 @never_compiled
 class OperationWork(Work):
@@ -82,13 +77,13 @@ class OperationWork(Work):
         timeout_s: float,
         callbacks: Callbacks,
         record: Record | None = None,
-        staged: Finish | None = None,
+        finish: Callable[[], None] | None = None,
         value: Callable[[], Any] | None = None,
     ) -> None:
         """Make the handle of operations that have been submitted, with a deadline in seconds from now.
 
         ``result`` are the outputs, nested as gloo nests them, and the value of the future unless ``value`` returns
-        another one. ``record`` ends with the operation; ``staged`` is its last part, on this rank.
+        another one. ``record`` ends with the operation; ``finish`` is its last part, on this rank, and does it once.
         """
         super().__init__()
         self._works, self._result, self._title, self._value = works, result, title, value
@@ -97,7 +92,7 @@ class OperationWork(Work):
         self._callbacks = callbacks
         self._record = record
         self._caller = surroundings.get()
-        self._staged = staged
+        self._finish = finish
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._future: Any = None
@@ -130,7 +125,8 @@ class OperationWork(Work):
             raise failure
         if self._record is not None:
             self._record.ended.wait(max(0.0, end - time.monotonic()))
-        self.synchronize()
+        if self._finish is not None:
+            self._finish()
         return True
 
     def is_completed(self) -> bool:
@@ -156,9 +152,8 @@ class OperationWork(Work):
         return list(_flat(self._result))
 
     def synchronize(self) -> None:
-        """Let the current CUDA stream wait for the copies of the results of an operation that has ended."""
-        if self._staged is not None:
-            self._staged.finish(blocking=False)
+        """Wait, as ``wait`` does: the network gives results to no stream before they are there."""
+        self.wait()
 
     def block_current_stream(self) -> None:
         """Wait, as ``wait`` does."""
@@ -195,10 +190,8 @@ class OperationWork(Work):
             return self._future
 
     def _devices(self) -> list[int | str | torch.device]:
-        """Return the CUDA devices of the outputs."""
-        if self._staged is None:  # all of them are in host memory
-            return []
-        return sorted({tensor.device for tensor in _flat(self._result) if tensor.is_cuda}, key=str)
+        """Return the accelerators of the outputs."""
+        return sorted({tensor.device for tensor in _flat(self._result) if is_staged(tensor)}, key=str)
 
     def _complete_later(self, gate: Any) -> None:
         once = threading.Lock()
@@ -219,8 +212,10 @@ class OperationWork(Work):
         error = self.exception()
         if error is not None:
             raise error
-        if self._staged is not None:
-            self._staged.finish(blocking=True)
+        for work in self._works:  # they have ended: only the current streams wait, for results on accelerators
+            work.wait(0.0)
+        if self._finish is not None:
+            self._finish()
         return self._result if self._value is None else self._value()
 
     def _late(self, cause: DeadlineExceededError | None) -> BaseException:

@@ -12,13 +12,14 @@ from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import OpKind, ReduceOp
 from totalreduce.groups import checked
-from totalreduce.groups.checked import Blocks, CheckedOperation
+from totalreduce.groups.checked import Blocks, CheckedOperation, Member
 from totalreduce.groups.operations import Operations, PreparedOperation, check_not_in_callback
 from totalreduce.groups.options import Options
 from totalreduce.native.coordinator import Coordinator
 from totalreduce.native.operation import flattened
 from totalreduce.native.planned import PlannedReductions
 from totalreduce.tensors.compilation import never_compiled
+from totalreduce.tensors.memory import Operands
 from totalreduce.tensors.work import Work
 
 __all__ = ["Backend", "EngineBackend", "NativeBackend"]
@@ -80,7 +81,8 @@ class EngineBackend:
 
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
-        self._rank, self._size = operations.rank, operations.world_size
+        self._rank, self._staging = operations.rank, operations.staging
+        self._member = Member(operations.rank, operations.world_size, operations.staging)
         #: By name: the last allreduce, unless it has failed. An operation that has failed may still hold its memory.
         self._known: OrderedDict[str, PreparedOperation] = OrderedDict()
 
@@ -90,7 +92,14 @@ class EngineBackend:
         if known is not None and known.is_allreduce_of(tensor, op, options):
             return known.start_on(tensor, self._known)
         operation = checked.reduction(
-            OpKind.ALLREDUCE, tensor, options.shown, op=op, root=0, algorithm=options.algorithm, writes=True
+            OpKind.ALLREDUCE,
+            tensor,
+            options.shown,
+            op=op,
+            root=0,
+            algorithm=options.algorithm,
+            writes=True,
+            staging=self._staging,
         )
         place = None if name is None or operation.operands is None else operation.operands.place
         if name is None or place is None:
@@ -107,48 +116,50 @@ class EngineBackend:
     def prepare_allreduce(self, tensor: torch.Tensor, op: ReduceOp, options: Options) -> PreparedOperation:
         name, algorithm = options.shown, options.algorithm
         signature = checked.reduction_signature(OpKind.ALLREDUCE, tensor, name, op=op, algorithm=algorithm)
-        return self._prepare(checked.in_place(signature, tensor, name, repeats=True), options)
+        operands = Operands(name, repeats=True, staging=self._staging)
+        return self._prepare(checked.in_place(signature, tensor, operands), options)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: ReduceOp, options: Options) -> Work:
         name, algorithm = options.shown, options.algorithm
         writes = self._rank == root
-        operation = checked.reduction(OpKind.REDUCE, tensor, name, op=op, root=root, algorithm=algorithm, writes=writes)
+        operation = checked.reduction(
+            OpKind.REDUCE, tensor, name, op=op, root=root, algorithm=algorithm, writes=writes, staging=self._staging
+        )
         return self._submit(operation, options)
 
     def broadcast(self, tensor: torch.Tensor, root: int, options: Options) -> Work:
         name, algorithm = options.shown, options.algorithm
         writes = self._rank != root
-        return self._submit(checked.broadcast(tensor, name, root=root, algorithm=algorithm, writes=writes), options)
+        return self._submit(
+            checked.broadcast(tensor, name, root=root, algorithm=algorithm, writes=writes, staging=self._staging),
+            options,
+        )
 
     def allgather(self, outputs: Blocks, tensor: torch.Tensor, options: Options) -> Work:
         name, algorithm = options.shown, options.algorithm
-        operation = checked.allgather(outputs, tensor, name, rank=self._rank, size=self._size, algorithm=algorithm)
+        operation = checked.allgather(outputs, tensor, name, self._member, algorithm=algorithm)
         return self._submit(operation, options)
 
     def prepare_allgather(self, outputs: Blocks, tensor: torch.Tensor, options: Options) -> PreparedOperation:
         name, algorithm = options.shown, options.algorithm
-        operation = checked.allgather(
-            outputs, tensor, name, rank=self._rank, size=self._size, algorithm=algorithm, repeats=True
-        )
+        operation = checked.allgather(outputs, tensor, name, self._member, algorithm=algorithm, repeats=True)
         return self._prepare(operation, options)
 
     def reduce_scatter(self, tensor: torch.Tensor, inputs: Blocks, op: ReduceOp, options: Options) -> Work:
         name, algorithm = options.shown, options.algorithm
-        operation = checked.reduce_scatter(
-            tensor, inputs, name, op=op, rank=self._rank, size=self._size, algorithm=algorithm
-        )
+        operation = checked.reduce_scatter(tensor, inputs, name, self._member, op=op, algorithm=algorithm)
         return self._submit(operation, options)
 
     def gather(self, outputs: Blocks | None, tensor: torch.Tensor, root: int, options: Options) -> Work:
-        operation = checked.gather(outputs, tensor, options.shown, rank=self._rank, size=self._size, root=root)
+        operation = checked.gather(outputs, tensor, options.shown, self._member, root=root)
         return self._submit(operation, options)
 
     def scatter(self, tensor: torch.Tensor, inputs: Blocks | None, root: int, options: Options) -> Work:
-        operation = checked.scatter(tensor, inputs, options.shown, rank=self._rank, size=self._size, root=root)
+        operation = checked.scatter(tensor, inputs, options.shown, self._member, root=root)
         return self._submit(operation, options)
 
     def alltoall(self, outputs: Blocks, inputs: Blocks, options: Options) -> Work:
-        operation = checked.alltoall(outputs, inputs, options.shown, rank=self._rank, size=self._size)
+        operation = checked.alltoall(outputs, inputs, options.shown, self._member)
         return self._submit(operation, options)
 
     def planned(self, names: Sequence[str]) -> PlannedReductions:

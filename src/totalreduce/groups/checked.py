@@ -1,7 +1,7 @@
 """Checks the tensors of a collective and turns them into the engine's arguments: a signature and the blocks' bytes.
 
 There is one function for each collective. It makes all checks that need one rank only, so that a mistake is an error on
-the rank that made it and not a mismatch on other ranks.
+the rank that made it and not a mismatch on other ranks. ``staging`` copies tensors of accelerators to host memory.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from totalreduce.foundation.types import Algorithm, DType, OpKind, ReduceOp, Sig
 from totalreduce.kernels import supports
 from totalreduce.tensors import dtypes
 from totalreduce.tensors.memory import Operands
+from totalreduce.tensors.staging import Staging
 
 __all__ = [
     "Blocks",
     "CheckedOperation",
+    "Member",
     "allgather",
     "allgather_bytes",
     "alltoall",
@@ -47,6 +49,20 @@ _NO_TENSOR = torch.empty(0, dtype=torch.float32, device="cpu")
 Blocks = torch.Tensor | Sequence[torch.Tensor]
 
 
+class Member(NamedTuple):
+    """The rank that calls a collective.
+
+    Attributes:
+        rank: Its number in the group.
+        size: The number of ranks of the group.
+        staging: What copies tensors of accelerators to host memory; ``None``: there are none.
+    """
+
+    rank: int
+    size: int
+    staging: Staging | None = None
+
+
 class CheckedOperation(NamedTuple):
     """An operation that can be submitted to the engine.
 
@@ -64,11 +80,19 @@ class CheckedOperation(NamedTuple):
 
 
 def reduction(
-    kind: OpKind, tensor: torch.Tensor, name: str, *, op: ReduceOp, root: int, algorithm: str, writes: bool
+    kind: OpKind,
+    tensor: torch.Tensor,
+    name: str,
+    *,
+    op: ReduceOp,
+    root: int,
+    algorithm: str,
+    writes: bool,
+    staging: Staging | None = None,
 ) -> CheckedOperation:
     """Check an allreduce or a reduce."""
     signature = reduction_signature(kind, tensor, name, op=op, root=root, algorithm=algorithm)
-    return in_place(signature, tensor, name, writes=writes)
+    return in_place(signature, tensor, Operands(name, staging=staging), writes=writes)
 
 
 def reduction_signature(
@@ -91,24 +115,22 @@ def _known_signature(
 
 
 def in_place(
-    signature: Signature, tensor: torch.Tensor, name: str, *, writes: bool = True, repeats: bool = False
+    signature: Signature, tensor: torch.Tensor, operands: Operands, *, writes: bool = True, reads: bool = True
 ) -> CheckedOperation:
-    """Return an operation on one tensor, which was checked when the signature was made.
-
-    ``repeats``: it is carried out again and again.
-    """
-    operands = Operands(name, repeats=repeats)
-    return CheckedOperation(signature, [operands.add(tensor, writes=writes)], operands, tensor)
+    """Return an operation on one tensor, which was checked when the signature was made."""
+    return CheckedOperation(signature, [operands.add(tensor, writes=writes, reads=reads)], operands, tensor)
 
 
-def broadcast(tensor: torch.Tensor, name: str, *, root: int, algorithm: str, writes: bool) -> CheckedOperation:
+def broadcast(
+    tensor: torch.Tensor, name: str, *, root: int, algorithm: str, writes: bool, staging: Staging | None = None
+) -> CheckedOperation:
     """Check a broadcast."""
     dtype = dtypes.moved_dtype_of(tensor, name)
     shape = tuple(tensor.shape)
     if dtype.itemsize != tensor.element_size():
         shape = (*shape, tensor.element_size())  # it travels as bytes
     signature = Signature(OpKind.BROADCAST, dtype, ReduceOp.NONE, root, shape, algorithm=algorithm)
-    return in_place(signature, tensor, name, writes=writes)
+    return in_place(signature, tensor, Operands(name, staging=staging), writes=writes, reads=not writes)
 
 
 def barrier() -> CheckedOperation:
@@ -121,9 +143,8 @@ def allgather(
     outputs: Blocks,
     tensor: torch.Tensor,
     name: str,
+    member: Member,
     *,
-    rank: int,
-    size: int,
     algorithm: str,
     repeats: bool = False,
 ) -> CheckedOperation:
@@ -131,10 +152,11 @@ def allgather(
 
     ``repeats``: it is carried out again and again.
     """
+    rank, size, staging = member
     dtype = dtypes.moved_dtype_of(tensor, name)
     blocks = _blocks_like(tensor, outputs, name, "outputs", rank, size)
-    operands = Operands(name, repeats=repeats)
-    buffers = [operands.add(block, writes=True) for block in blocks]
+    operands = Operands(name, repeats=repeats, staging=staging)
+    buffers = [operands.add(block, writes=True, reads=False) for block in blocks]
     operands.copy(tensor, buffers[rank])
     sizes = tuple(len(buffer) // dtype.itemsize for buffer in buffers)
     signature = Signature(OpKind.ALLGATHER, dtype, ReduceOp.NONE, 0, (), sizes, algorithm)
@@ -142,17 +164,24 @@ def allgather(
 
 
 def reduce_scatter(
-    tensor: torch.Tensor, inputs: Blocks, name: str, *, op: ReduceOp, rank: int, size: int, algorithm: str
+    tensor: torch.Tensor,
+    inputs: Blocks,
+    name: str,
+    member: Member,
+    *,
+    op: ReduceOp,
+    algorithm: str,
 ) -> CheckedOperation:
     """Check a reduce-scatter with blocks of any sizes that all ranks know.
 
     The inputs are only read. The tensor may be this rank's block of them, and takes the result then.
     """
+    rank, size, staging = member
     dtype = dtypes.dtype_of(tensor, name)
     blocks = _blocks_like(tensor, inputs, name, "inputs", rank, size)
-    operands = Operands(name)
-    own = operands.add(tensor, writes=True)
+    operands = Operands(name, staging=staging)
     in_place = tensor.data_ptr() == blocks[rank].data_ptr() and tensor.is_contiguous() and blocks[rank].is_contiguous()
+    own = operands.add(tensor, writes=True, reads=in_place)
     buffers = [own if in_place and index == rank else operands.add(block) for index, block in enumerate(blocks)]
     buffers.append(own)
     if size == 1:
@@ -164,27 +193,39 @@ def reduce_scatter(
 
 
 def gather(
-    outputs: Blocks | None, tensor: torch.Tensor, name: str, *, rank: int, size: int, root: int
+    outputs: Blocks | None,
+    tensor: torch.Tensor,
+    name: str,
+    member: Member,
+    *,
+    root: int,
 ) -> CheckedOperation:
     """Check a gather. Only the root has outputs, of any sizes."""
+    rank, size, staging = member
     signature = Signature(OpKind.GATHER, dtypes.moved_dtype_of(tensor, name), ReduceOp.NONE, root, ())
-    operands = Operands(name)
+    operands = Operands(name, staging=staging)
     blocks = root_blocks(outputs, tensor, name, what="outputs", rank=rank, size=size, root=root)
     if outputs is None or blocks is None:
         return CheckedOperation(signature, _only(operands.add(tensor), rank, size), operands, None)
-    filled = [operands.add(block, writes=True) for block in blocks]
+    filled = [operands.add(block, writes=True, reads=False) for block in blocks]
     operands.copy(tensor, filled[rank])
     return CheckedOperation(signature, filled, operands, _watched(outputs, operands))
 
 
 def scatter(
-    tensor: torch.Tensor, inputs: Blocks | None, name: str, *, rank: int, size: int, root: int
+    tensor: torch.Tensor,
+    inputs: Blocks | None,
+    name: str,
+    member: Member,
+    *,
+    root: int,
 ) -> CheckedOperation:
     """Check a scatter. Only the root has inputs, of any sizes."""
+    rank, size, staging = member
     signature = Signature(OpKind.SCATTER, dtypes.moved_dtype_of(tensor, name), ReduceOp.NONE, root, ())
-    operands = Operands(name)
+    operands = Operands(name, staging=staging)
     blocks = root_blocks(inputs, tensor, name, what="inputs", rank=rank, size=size, root=root)
-    own = operands.add(tensor, writes=True)
+    own = operands.add(tensor, writes=True, reads=False)
     if blocks is None:
         return CheckedOperation(signature, _only(own, rank, size), operands, tensor)
     operands.copy(blocks[rank], own)
@@ -192,14 +233,15 @@ def scatter(
     return CheckedOperation(signature, filled, operands, tensor)
 
 
-def alltoall(outputs: Blocks, inputs: Blocks, name: str, *, rank: int, size: int) -> CheckedOperation:
+def alltoall(outputs: Blocks, inputs: Blocks, name: str, member: Member) -> CheckedOperation:
     """Check an alltoall with blocks of any sizes that sender and receiver know."""
+    rank, size, staging = member
     sent, received = list_blocks(inputs, size, name, "inputs"), list_blocks(outputs, size, name, "outputs")
     dtype = dtypes.moved_dtype_of(sent[0], name)
     _check_dtypes([*sent, *received], sent[0], name)
     _check_counts(received[rank], sent[rank], name, f"inputs[{rank}] and outputs[{rank}] must be equally large")
-    operands = Operands(name)
-    taken = [operands.add(block, writes=True) for block in received]
+    operands = Operands(name, staging=staging)
+    taken = [operands.add(block, writes=True, reads=False) for block in received]
     operands.copy(sent[rank], taken[rank])
     given = [taken[rank] if index == rank else operands.add(block) for index, block in enumerate(sent)]
     signature = Signature(OpKind.ALLTOALL, dtype, ReduceOp.NONE, 0, ())
@@ -218,11 +260,11 @@ def alltoall_bytes(sent: Sequence[memoryview], received: Sequence[memoryview]) -
     return CheckedOperation(signature, [*sent, *received], None, _NO_TENSOR)
 
 
-def message(tensor: torch.Tensor, name: str, *, writes: bool) -> CheckedOperation:
+def message(tensor: torch.Tensor, name: str, *, writes: bool, staging: Staging | None = None) -> CheckedOperation:
     """Check a message from one rank to another; ``writes`` on the receiver."""
     signature = Signature(OpKind.SEND_RECV, dtypes.moved_dtype_of(tensor, name), ReduceOp.NONE, 0, ())
-    operands = Operands(name)
-    return CheckedOperation(signature, [operands.add(tensor, writes=writes)], operands, tensor)
+    operands = Operands(name, staging=staging)
+    return CheckedOperation(signature, [operands.add(tensor, writes=writes, reads=not writes)], operands, tensor)
 
 
 # -------------------------------------------------------------------------------------------------------------- blocks

@@ -63,6 +63,7 @@ class Group(Collectives):
         #: Of the workers of a job in which other ranks only serve: the group of all ranks, which ends with this one.
         self.with_servers: Group | None = None
         if operations is None:
+            self._at_close.append(self.operations.staging.close)
             # The exit of the interpreter closes the group, so that other ranks do not take this rank for lost.
             self._finalizer = weakref.finalize(self.operations, _close, runner, self._at_close)
 

@@ -5,11 +5,11 @@ Operations that are carried out again and again are prepared once, as MPI's pers
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
 import weakref
 from collections import Counter
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Hashable, MutableMapping, Sequence
 from typing import final
 
 import torch
@@ -30,6 +30,7 @@ from totalreduce.runner.runner import Runner
 from totalreduce.tensors.barriers import Barriers
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.memory import MemoryInFlight, Operands, Place
+from totalreduce.tensors.staging import Staging
 from totalreduce.tensors.work import Work
 
 __all__ = ["Operations", "PreparedOperation", "check_not_in_callback"]
@@ -60,6 +61,7 @@ class Operations:
         waits_for_memory: Whether an operation waits for those in flight that use the same memory, instead of raising
             an error. Subgroups that are made afterwards do the same.
         closed: Whether the group takes no more operations.
+        staging: Carries tensors of accelerators to host memory and back.
     """
 
     def __init__(
@@ -76,10 +78,14 @@ class Operations:
         self.rank, self.world_size = self.ranks.index(runner.engine.rank), len(self.ranks)
         self.waits_for_memory = self.closed = False
         self._memory = MemoryInFlight() if memory is None else memory
+        self.staging: Staging
+        if parent is not None:
+            self.staging = parent.staging
+        else:
+            self.staging = Staging(f"totalreduce-{self.rank}-stager", runner.transport.allocate, runner.wait)
         self._inner: dict[str, Operations] = {}
         self._subgroups: Counter[tuple[int, ...]] = Counter()
         self._num_made: Counter[str] = Counter()  #: By name: how often ``own_name`` was called.
-        self._barrier_numbers = itertools.count()
         self._barriers = Barriers()
 
     @property
@@ -166,6 +172,8 @@ class Operations:
         runner.home.check()
         if self.closed:
             self._check_open()
+        if (operands is not None and operands.staged is not None) or self._is_behind(submission):
+            return self._start_staged(submission, operands, results, patience_s)
         if operands is None:
             handle = runner.submit(submission)
         else:
@@ -180,6 +188,37 @@ class Operations:
         name = handle.operation.name if handle.operation is not None else submission.name or UNNAMED
         return Work(runner, handle, results, name, patience_s, ranks=self.ranks)
 
+    def _is_behind(self, submission: Submission) -> bool:
+        """Return whether an operation of this name, or another one without a name, waits for its tensors."""
+        return bool(self.staging.jobs) and self.staging.holds(_place(submission))
+
+    def _start_staged(
+        self, submission: Submission, operands: Operands | None, results: torch.Tensor | None, patience_s: float
+    ) -> Work:
+        """Have an operation submitted when its tensors are in host memory; return at once.
+
+        Operations without names are matched by their order, so they are submitted behind such an operation, too.
+        """
+        name = submission.name
+        if name is not None and not submission.repeats and self._is_behind(submission):
+            raise ConfigurationError(
+                f"an operation named {name!r} is already in flight on rank {self.rank}; wait for it or use another name"
+            )
+        shown = submission.title or name or UNNAMED
+        tensors, end = (None, None) if operands is None else (operands.staged, operands.end)
+        submit = functools.partial(self.runner.submit, submission, end)
+        if operands is not None:
+            self._memory.claim(operands, wait_s=patience_s if self.waits_for_memory else None)
+        try:
+            if operands is not None:
+                operands.prepare()
+            handle = self.staging.submit(shown, tensors, _place(submission), submit, end)
+        except BaseException:
+            if operands is not None:
+                operands.end(well=False)
+            raise
+        return Work(self.staging, handle, results, shown, patience_s, ranks=self.ranks)
+
     def send(self, tensor: torch.Tensor, dst: int, tag: int, priority: int, timeout_s: float | None) -> Work:
         """Send a tensor to a rank of the group (see ``Group.send``)."""
         return self._message(tensor, self.rank, self._peer(dst), tag, priority, timeout_s)
@@ -193,7 +232,7 @@ class Operations:
         self._check_open()
         patience_s = self.patience(timeout_s)
         name = f"a message from any rank with tag {tag}{_of_place()}"
-        operation = checked.message(tensor, name, writes=True)
+        operation = checked.message(tensor, name, writes=True, staging=self.staging)
         candidates = {
             rank: _message_name(place, self.rank, tag) for place, rank in enumerate(self.ranks) if place != self.rank
         }
@@ -206,11 +245,16 @@ class Operations:
         self.claim(operands, patience_s)
         try:
             operands.prepare()
+            if operands.staged is not None:
+                operands.staged.await_copies()
             handle = Handle(operands.end, name)
             self.runner.receive_any(AnyReceive(candidates, operation.signature, buffer, scope, priority, handle))
         except BaseException:
             operands.end(well=False)
             raise
+        if operands.staged is not None:
+            begun = self.staging.begun(name, operands.staged, handle)
+            return Work(self.staging, begun, operation.results, name, patience_s, ranks=self.ranks)
         return Work(self.runner, handle, operation.results, name, patience_s, ranks=self.ranks)
 
     def barrier(self, timeout_s: float | None) -> Work:
@@ -219,7 +263,7 @@ class Operations:
 
         def submit() -> Work:
             # The barriers of a job share a few names, because the engine never forgets a name.
-            name = f"barrier#{next(self._barrier_numbers) % _BARRIER_NAMES}"
+            name = f"barrier#{next(self._barriers.numbers) % _BARRIER_NAMES}"
             return self.submit(checked.barrier(), name, -1, patience_s, scope=_BARRIERS)
 
         return self._barriers.wait(submit, patience_s)
@@ -306,7 +350,7 @@ class Operations:
         self, tensor: torch.Tensor, src: int, dst: int, tag: int, priority: int, timeout_s: float | None
     ) -> Work:
         name = _message_name(src, dst, tag)
-        operation = checked.message(tensor, name, writes=dst == self.rank)
+        operation = checked.message(tensor, name, writes=dst == self.rank, staging=self.staging)
         ranks = (self.ranks[src], self.ranks[dst])
         return self.submit(operation, name, priority, timeout_s, ranks=ranks, scope=_MESSAGES, repeats=True)
 
@@ -426,6 +470,11 @@ class PreparedOperation:
 def _description(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return what makes the bytes of a tensor others, if it changes."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_neg()
+
+
+def _place(submission: Submission) -> Hashable:
+    """Return what operations have in common that meet those of other ranks in their order."""
+    return submission.scope, submission.name, submission.once
 
 
 def _of_place() -> str:

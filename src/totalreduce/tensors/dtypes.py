@@ -45,10 +45,8 @@ def moved_dtype_of(tensor: torch.Tensor, name: str) -> DType:
 
 
 def _check_memory(tensor: torch.Tensor, name: str) -> None:
-    if isinstance(tensor, torch.Tensor) and not tensor.is_cpu:
-        raise UnsupportedError(
-            f"tensor {name!r} is on {tensor.device}; this transport moves CPU memory. Copy it with .cpu() first"
-        )
+    if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+        raise UnsupportedError(f"tensor {name!r} is on meta and has no values; use .to_empty(device='cpu') first")
     check_dense(tensor, name)
 
 

@@ -25,6 +25,7 @@ from totalreduce.foundation.errors import (
     UnsupportedError,
 )
 from totalreduce.tensors.modes import write
+from totalreduce.tensors.staging import StagedTensors, Staging
 from totalreduce.tensors.storage import StorageHold
 
 __all__ = ["MemoryInFlight", "Operands", "Place", "is_plain"]
@@ -49,7 +50,7 @@ class Operands:
     """The tensors of one operation.
 
     A contiguous tensor is used in place. Another tensor is copied into contiguous memory before the operation begins.
-    If the operation writes it, it is copied back at the end.
+    If the operation writes it, it is copied back at the end. So is a tensor of an accelerator (``tensors.staging``).
 
     Attributes:
         name: The name of the operation, for messages.
@@ -62,6 +63,7 @@ class Operands:
             until this object is deleted.
         kept_in: A table in which something is kept for the next operation of the name. If the operation fails, ``end``
             removes it: a transport may still hold the memory.
+        staged: The tensors on accelerators; ``None``: there are none.
         claimed_in: The record in which ``MemoryInFlight.claim`` has noted the memory, until ``end``.
     """
 
@@ -70,6 +72,7 @@ class Operands:
         "_holds",
         "_memories",
         "_results",
+        "_staging",
         "claimed_in",
         "first_reads",
         "inputs",
@@ -78,11 +81,15 @@ class Operands:
         "preparations",
         "reads",
         "repeats",
+        "staged",
         "writes",
     )
 
-    def __init__(self, name: str, *, repeats: bool = False) -> None:
+    def __init__(self, name: str, *, repeats: bool = False, staging: Staging | None = None) -> None:
+        """``staging``: for tensors of accelerators; without it there must be none."""
         self.name, self.repeats = name, repeats
+        self._staging = staging
+        self.staged: StagedTensors | None = None
         self.reads: list[Span] = []
         self.writes: list[Span] = []
         self.first_reads: list[Span] = []
@@ -108,16 +115,19 @@ class Operands:
         made.preparations.append(functools.partial(made._hold, tensor, place.memory))
         return made
 
-    def add(self, tensor: torch.Tensor, *, writes: bool = False) -> memoryview:
+    def add(self, tensor: torch.Tensor, *, writes: bool = False, reads: bool = True) -> memoryview:
         """Add a tensor; return the bytes that the operation uses for it.
 
         Args:
-            tensor: A strided tensor on the CPU.
+            tensor: A strided tensor.
             writes: Whether a result is written into the tensor.
+            reads: Whether the operation uses the elements that the tensor has before.
 
         Raises:
             UnsupportedError: The tensor has no memory; or it is to take a result, and its elements share memory.
         """
+        if not tensor.is_cpu:
+            return self._stage(tensor, writes=writes, reads=reads)
         if is_plain(tensor):
             view, start = self._bytes(tensor), tensor.data_ptr()
             num_bytes = len(view)
@@ -130,7 +140,8 @@ class Operands:
         if writes:
             self._check_place(plain)
         dense = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
-        self.preparations.append(lambda: write(dense, plain))
+        if reads:
+            self.preparations.append(lambda: write(dense, plain))
         if plain.numel():
             span = _strided_span(plain)
             if writes:
@@ -143,8 +154,21 @@ class Operands:
 
     def copy(self, source: torch.Tensor, target: memoryview) -> None:
         """Have ``prepare`` copy a tensor to bytes that ``add`` has returned. The tensor is not used afterwards."""
-        if source.numel():
-            self._copy_in(source, torch.frombuffer(target, dtype=source.dtype))
+        if not source.numel():
+            return
+        row = torch.frombuffer(target, dtype=source.dtype)
+        if source.is_cpu and self.staged is None:
+            self._copy_in(source, row)
+            return
+        plain = source.detach()
+        row, span = row.view(plain.shape), _strided_span(plain)
+        self.reads.append(span)
+        if source.is_cpu:  # the target may be a slot, out of which an earlier result is still being copied
+            self._staged().then(functools.partial(write, row, plain))
+        else:
+            self._staged().uses(plain, span[:2])
+            self.preparations.append(functools.partial(self._staged().copy, row, plain))
+            self._holds.append(StorageHold(source.untyped_storage()))
 
     def watch(self, tensor: torch.Tensor) -> None:
         """Have ``finish`` check that a tensor has the same memory. Its parts were added for writing."""
@@ -199,7 +223,9 @@ class Operands:
     def place(self) -> Place | None:
         """Where the operation's only tensor lies, if it is written and used in place."""
         is_one = len(self.writes) == len(self._memories) == 1 and not self.preparations
-        return Place(self.name, self.writes[0], self._memories[0]) if is_one and self.writes[0].tensor is None else None
+        if not is_one or self.writes[0].tensor is not None or self.staged is not None:
+            return None
+        return Place(self.name, self.writes[0], self._memories[0])
 
     @property
     def in_flight(self) -> list[Span]:
@@ -212,9 +238,16 @@ class Operands:
         return bool(self._copies_back)
 
     def prepare(self) -> None:
-        """Make the copies that the operation needs before it begins, and hold what is not held yet."""
+        """Make the copies that the operation needs before it begins, and hold what is not held yet.
+
+        Copies of tensors on accelerators are only enqueued (``StagedTensors.await_copies``).
+        """
+        if self.staged is not None:
+            self.staged.begin()
         for prepare in self.preparations:
             prepare()
+        if self.staged is not None:
+            self.staged.end_copies()
         if not self.repeats:
             self.preparations.clear()
 
@@ -242,12 +275,16 @@ class Operands:
         """Copy results back after an operation that went well. Raises ``TotalReduceError``."""
         for copy in self._copies_back:
             copy()
+        if self.staged is not None:
+            self.staged.end_results()
         has_moved = self.has_moved
         if not self.repeats:
             for hold in self._holds:
                 hold.release()
             for memory in self._memories:  # nothing reads or writes it any more
                 memory.hold = None
+            if self.staged is not None:
+                self.staged.release()
         if has_moved:
             raise TotalReduceError(
                 f"tensor {self.name!r} was given other memory while the operation was in flight (by .data = …, "
@@ -262,6 +299,33 @@ class Operands:
             if tensor.data_ptr() != address or tensor.nbytes > num_bytes:
                 return True
         return False
+
+    def _stage(self, tensor: torch.Tensor, *, writes: bool, reads: bool) -> memoryview:
+        """Return host memory for a tensor of an accelerator."""
+        plain = tensor.detach()
+        if writes:
+            self._check_place(plain)
+        if not plain.numel():
+            return memoryview(bytearray(0))
+        if not plain.data_ptr():
+            raise self._without_memory()
+        span, staged = _strided_span(plain), self._staged()
+        dense = staged.host(plain, span[:2], writes=writes)
+        self._holds.append(StorageHold(tensor.untyped_storage()))
+        if reads:
+            self.preparations.append(functools.partial(staged.copy, dense, plain))
+        if writes:
+            self._copies_back.append(functools.partial(staged.copy, plain, dense))
+            self._results.append((tensor, span.start, tensor.nbytes))
+        (self.writes if writes else self.reads).append(span)
+        return self._bytes(dense)
+
+    def _staged(self) -> StagedTensors:
+        if self.staged is None:
+            if self._staging is None:
+                raise UnsupportedError(f"tensor {self.name!r} is not in host memory; copy it with .cpu() first")
+            self.staged = self._staging.tensors(self.name)
+        return self.staged
 
     def _copy_in(self, source: torch.Tensor, row: torch.Tensor) -> None:
         plain = source.detach()

@@ -26,7 +26,7 @@ import torch
 from totalreduce.foundation.config import EngineConfig, TcpConfig
 from totalreduce.foundation.types import OpKind
 from totalreduce.groups import checked
-from totalreduce.groups.checked import CheckedOperation
+from totalreduce.groups.checked import CheckedOperation, Member
 from totalreduce.groups.group import Group
 from totalreduce.tensors.work import Work
 from totalreduce.testing.conformance_oracle import Collective, Tensors, expected, make_tensors
@@ -391,7 +391,7 @@ def make_submission(
     members = collective.members or tuple(range(world_size))
     position = members.index(rank)
     tensors = make_tensors(collective, position, len(members))
-    operation = _checked(collective, tensors, position, len(members))
+    operation = _checked(collective, tensors, Member(position, len(members)))
     if operation.operands is not None:  # a barrier has none
         assert not operation.operands.copies_back
         operation.operands.prepare()
@@ -412,7 +412,7 @@ def make_submission(
     return tensors, submission
 
 
-def _checked(collective: Collective, tensors: Tensors, position: int, size: int) -> CheckedOperation:
+def _checked(collective: Collective, tensors: Tensors, member: Member) -> CheckedOperation:
     """Return the operation that a group would submit to the engine."""
     kind, name, root = collective.kind, collective.name, collective.root
     op, algorithm = collective.reduction, collective.schedule
@@ -425,17 +425,15 @@ def _checked(collective: Collective, tensors: Tensors, position: int, size: int)
         case OpKind.BROADCAST:
             return checked.broadcast(outputs[0], name, root=root, algorithm=algorithm, writes=True)
         case OpKind.ALLGATHER:
-            return checked.allgather(output_arg, inputs[0], name, rank=position, size=size, algorithm=algorithm)
+            return checked.allgather(output_arg, inputs[0], name, member, algorithm=algorithm)
         case OpKind.REDUCE_SCATTER:
-            return checked.reduce_scatter(
-                outputs[0], input_arg, name, op=op, rank=position, size=size, algorithm=algorithm
-            )
+            return checked.reduce_scatter(outputs[0], input_arg, name, member, op=op, algorithm=algorithm)
         case OpKind.GATHER:
-            return checked.gather(output_arg or None, inputs[0], name, rank=position, size=size, root=root)
+            return checked.gather(output_arg or None, inputs[0], name, member, root=root)
         case OpKind.SCATTER:
-            return checked.scatter(outputs[0], input_arg or None, name, rank=position, size=size, root=root)
+            return checked.scatter(outputs[0], input_arg or None, name, member, root=root)
         case OpKind.ALLTOALL:
-            return checked.alltoall(output_arg, input_arg, name, rank=position, size=size)
+            return checked.alltoall(output_arg, input_arg, name, member)
         case OpKind.SEND_RECV:
             return checked.message((inputs or outputs)[0], name, writes=not inputs)
         case OpKind.BARRIER:

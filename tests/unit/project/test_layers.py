@@ -131,6 +131,7 @@ def test_files_with_threads_are_known() -> None:
         "pytorch/served_steps.py",
         "server/driver.py",
         "sparse/worker.py",
+        "tensors/staging.py",
         "recovery/snapshots.py",
         "observe/dashboard.py",
         "observe/publisher.py",
