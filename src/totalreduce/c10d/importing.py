@@ -32,14 +32,11 @@ def after_import(name: str, attribute: str, function: Callable[[Any], None]) -> 
 
 @final
 class _Watch(MetaPathFinder):
-    """Finds no module itself: it lets ``function`` be called when the module for which it waits has been executed.
-
-    Attributes:
-        name: The module's name.
-    """
+    """Finds no module itself: it lets ``function`` be called when the module for which it waits has been executed."""
 
     def __init__(self, name: str, function: Callable[[Any], None]) -> None:
-        self.name, self._function = name, function
+        self.name = name  #: The module's name.
+        self._function = function
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -19,11 +19,7 @@ __all__ = ["TopApp"]
 
 @final
 class TopApp(App[None]):
-    """Shows a job and reads its folder again from time to time.
-
-    Attributes:
-        board: The folder of the job that is shown.
-    """
+    """Shows a job and reads its folder again from time to time."""
 
     CSS = "#job { padding: 0 1; }"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -36,7 +32,8 @@ class TopApp(App[None]):
     def __init__(self, board: Board, interval_s: float) -> None:
         """``interval_s``: the time between two readings of the folder."""
         super().__init__()
-        self.board, self._interval_s, self._is_paused = board, interval_s, False
+        self.board = board  #: The folder of the job that is shown.
+        self._interval_s, self._is_paused = interval_s, False
 
     def compose(self) -> ComposeResult:
         """Yield the parts of the screen."""

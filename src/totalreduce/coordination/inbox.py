@@ -20,15 +20,11 @@ __all__ = ["CycleInbox"]
 
 @final
 class CycleInbox:
-    """The messages of cycles, checked when they arrive.
-
-    Attributes:
-        number: The number of this rank's cycle under way, or of the next one.
-        is_idle: Whether no cycle is under way on this rank.
-    """
+    """The messages of cycles, checked when they arrive."""
 
     def __init__(self, topology: Topology, allowances: Allowances, cache: ResponseCache) -> None:
-        self.number, self.is_idle = 0, True
+        self.number = 0  #: The number of this rank's cycle under way, or of the next one.
+        self.is_idle = True  #: Whether no cycle is under way on this rank.
         self._topology, self._allowances, self._cache = topology, allowances, cache
         #: By cycle, kind and sender: the body. A rank votes once for this rank in a cycle (``Topology``).
         self._messages: dict[tuple[int, Kind, int], Any] = {}

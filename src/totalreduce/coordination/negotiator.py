@@ -37,33 +37,26 @@ _REASON_MAX = 500
 
 @final
 class Negotiator:
-    """One rank of one group. Times are in seconds; the caller sees to it that only one thread is in here.
-
-    Attributes:
-        rank: Index of this rank in the group.
-        cache: The response cache; equal on all ranks between cycles.
-        submissions: The operations of this rank on which the ranks have not agreed.
-        timer: Decides when this rank begins a cycle.
-        membership: Ranks that have joined or left.
-        cycles: The cycles; ``cycles.pop_responses`` returns the operations on which the ranks have agreed.
-        counters: The work of this rank so far.
-        outbox: Messages, each with the rank that gets it. The caller sends them and empties the list.
-        ended: The reason why there is no agreement any more; ``None`` before.
-    """
+    """One rank of one group. Times are in seconds; the caller sees to it that only one thread is in here."""
 
     def __init__(
         self, rank: int, world_size: int, config: CoordinationConfig, *, ranks: Sequence[int] | None = None
     ) -> None:
         """Make an idle negotiator; ``ranks``: the members as ``PeerLost`` names them, if not by their indices."""
         self._shown_ranks = range(world_size) if ranks is None else ranks
-        self.rank, self.cache = rank, ResponseCache(config.cache_capacity)
+        self.rank = rank  #: Index of this rank in the group.
+        self.cache = ResponseCache(config.cache_capacity)  #: The response cache; equal on all ranks between cycles.
+        #: The operations of this rank on which the ranks have not agreed.
         self.submissions = Submissions(rank, self.cache)
-        self.timer = CycleTimer(config)
-        self.membership = Membership()
+        self.timer = CycleTimer(config)  #: Decides when this rank begins a cycle.
+        self.membership = Membership()  #: Ranks that have joined or left.
         self._sender = Sender(rank, world_size)
+        #: The cycles; ``cycles.pop_responses`` returns the operations on which the ranks have agreed.
         self.cycles = Cycles(Topology(rank, world_size), self.submissions, self.timer, self.membership, self._sender)
-        self.counters, self.outbox = self._sender.counters, self._sender.outbox
-        self.ended: TotalReduceError | None = None
+        self.counters = self._sender.counters  #: The work of this rank so far.
+        #: Messages, each with the rank that gets it. The caller sends them and empties the list.
+        self.outbox = self._sender.outbox
+        self.ended: TotalReduceError | None = None  #: The reason why there is no agreement any more; ``None`` before.
         self._stalls = StallInspector(rank, world_size, config)
         self._reports: list[Stall] = []
 

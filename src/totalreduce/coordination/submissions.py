@@ -20,19 +20,15 @@ _PAUSE_MAX_S = 0.005
 
 @final
 class Submissions:
-    """The operations that one rank has submitted, until the ranks have agreed on them.
-
-    Attributes:
-        cache: The response cache.
-        allowances: The account of requests without a response.
-        waiting: By name, the oldest first: operations on which the ranks have not agreed.
-        unsent: By name: the requests of these operations that rank 0 does not have.
-    """
+    """The operations that one rank has submitted, until the ranks have agreed on them."""
 
     def __init__(self, rank: int, cache: ResponseCache) -> None:
-        self.cache, self.allowances, self._rank = cache, Allowances(), rank
+        self.cache = cache  #: The response cache.
+        self.allowances = Allowances()  #: The account of requests without a response.
+        self._rank = rank
+        #: By name, the oldest first: operations on which the ranks have not agreed.
         self.waiting: dict[str, WaitingOperation] = {}
-        self.unsent: dict[str, Request] = {}
+        self.unsent: dict[str, Request] = {}  #: By name: the requests of these operations that rank 0 does not have.
         self._hits = 0  #: Bits of the unsent requests, if the cache has all of them ...
         self._hits_version = 0  #: ... in this version; -1 if it has not.
 

@@ -18,30 +18,25 @@ _RADIX: Final = 4
 
 @final
 class Topology:
-    """The neighbours of one rank.
-
-    Attributes:
-        rank: Index of this rank in the group.
-        world_size: Number of ranks of the group.
-        num_rounds: Number of rounds of a vote, ceil(log4(world_size)).
-        vote_targets: By round: the ranks to which this rank sends its vote.
-        vote_sources: By round: the ranks from which this rank receives a vote.
-        parent: The rank to which this rank sends requests: its own number without the lowest one-bit.
-        children: The ranks that send their requests to this rank.
-    """
+    """The neighbours of one rank."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
+        self.rank = rank  #: Index of this rank in the group.
+        self.world_size = world_size
         offsets = []
         stride = 1
         while stride < world_size:
             offsets.append(range(stride, min(_RADIX * stride, world_size), stride))
             stride *= _RADIX
-        self.num_rounds = len(offsets)
+        self.num_rounds = len(offsets)  #: Number of rounds of a vote, ceil(log4(world_size)).
+        #: By round: the ranks to which this rank sends its vote.
         self.vote_targets = [[(rank + offset) % world_size for offset in each] for each in offsets]
+        #: By round: the ranks from which this rank receives a vote.
         self.vote_sources = [[(rank - offset) % world_size for offset in each] for each in offsets]
+        #: The rank to which this rank sends requests: its own number without the lowest one-bit.
         self.parent = rank & (rank - 1)
         levels = (rank & -rank).bit_length() - 1 if rank else (world_size - 1).bit_length()
+        #: The ranks that send their requests to this rank.
         self.children = [rank + (1 << level) for level in range(levels) if rank + (1 << level) < world_size]
 
     def subtree(self, child: int) -> range:

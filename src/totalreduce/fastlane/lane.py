@@ -373,17 +373,13 @@ class LaneCarriage(Carriage):
 
 @final
 class FastLane(Carrier):
-    """The fast lane of one rank (``engine.carrying.Carrier``).
-
-    Attributes:
-        boards: The memories of this host's ranks.
-        exchange: The compiled function (see ``kernels.exchange``).
-    """
+    """The fast lane of one rank (``engine.carrying.Carrier``)."""
 
     def __init__(self, rank: int, boards: Boards, world_size: int) -> None:
         """``boards``: the memories of this host's ranks; ``world_size``: the number of ranks that share its cores."""
         assert boards.board_bytes >= BOARD_BYTES
-        self._rank, self.boards = rank, boards
+        self._rank = rank
+        self.boards = boards  #: The memories of this host's ranks.
         self._board = BoardLayout(boards.board_at)
         self._entries_at = _address_of_memory(boards.memories()[rank]) + self._board.entry(0)
         self._entries: list[LaneCarriage | None] = [None] * ENTRIES
@@ -395,7 +391,7 @@ class FastLane(Carrier):
         #: What ``restart`` writes of ``SPINS``, ``YIELD_NS`` and ``TURNS``: for long operations and for short ones.
         self._begin_with = (0, 0, 0), (self._spins, 0 if has_core else _YIELD_AT_BEGIN_NS, _STEPS)
         self._code = exchange.load()  # the function is in its memory
-        self.exchange: exchange.Exchange = self._code.function
+        self.exchange: exchange.Exchange = self._code.function  #: The compiled function (see ``kernels.exchange``).
 
     # ------------------------------------------------------------------------------------------ under the engine's lock
 

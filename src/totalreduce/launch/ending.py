@@ -55,19 +55,15 @@ def failure_of(lines: Sequence[str]) -> Failure:
 
 
 class Escalation:
-    """Signals to send to every worker that still runs, in order of time.
-
-    Attributes:
-        grace_s: The time from SIGTERM to SIGKILL.
-        stopping: Whether signals are planned: the end of a worker is then no failure of its own.
-    """
+    """Signals to send to every worker that still runs, in order of time."""
 
     def __init__(self, linger_s: float, grace_s: float) -> None:
         """Survivors of a failure may go on for ``linger_s``; after the first signal a worker may take ``grace_s``."""
-        self._linger_s, self.grace_s = linger_s, grace_s
+        self._linger_s = linger_s
+        self.grace_s = grace_s  #: The time from SIGTERM to SIGKILL.
         self._steps: list[tuple[float, signal.Signals]] = []
         self._interruptions = 0
-        self.stopping = False
+        self.stopping = False  #: Whether signals are planned: the end of a worker is then no failure of its own.
 
     def failed(self, now: float) -> None:
         """Plan the end of the other workers after a worker has failed."""

@@ -131,14 +131,7 @@ class HostsFile:
 
 @final
 class Placement:
-    """Starts the workers of a run on the hosts of a pool.
-
-    Attributes:
-        pool: The hosts, and which seat runs where.
-        serving: The seats whose processes run a parameter server instead of the command.
-        waiting: Seats that have a place, and whose worker is to be started.
-        leaving: Seats whose worker has lost its slot, and was killed for that.
-    """
+    """Starts the workers of a run on the hosts of a pool."""
 
     def __init__(
         self,
@@ -163,9 +156,10 @@ class Placement:
             options: How workers on listed hosts are started; ``None``: all hosts are this one, or emulated.
             emulated: By name: the emulated hosts.
         """
-        self.pool, self.serving = pool, serving
-        self.waiting: list[int] = []
-        self.leaving: set[int] = set()
+        self.pool = pool  #: The hosts, and which seat runs where.
+        self.serving = serving  #: The seats whose processes run a parameter server instead of the command.
+        self.waiting: list[int] = []  #: Seats that have a place, and whose worker is to be started.
+        self.leaving: set[int] = set()  #: Seats whose worker has lost its slot, and was killed for that.
         self._argv, self._common, self._options, self._emulated = list(argv), common, options, emulated or {}
         self._threads = {"OMP_NUM_THREADS": str(default_num_threads(num_local))}
         self._connecting: list[RemoteWorker] = []

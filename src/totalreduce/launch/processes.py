@@ -21,20 +21,14 @@ _READ_BYTES = 64 * 1024
 
 @final
 class Processes:
-    """The processes that a run has started.
-
-    Attributes:
-        placement: Starts them on hosts.
-        sink: Takes the output of the workers.
-        workers: By rank: the worker that was started last.
-        spares: The spares, whose output is kept until they have a seat.
-    """
+    """The processes that a run has started."""
 
     def __init__(self, placement: Placement, sink: OutputSink) -> None:
         """Begin without any process."""
-        self.placement, self.sink = placement, sink
-        self.workers: dict[int, Worker] = {}
-        self.spares = Spares()
+        self.placement = placement  #: Starts them on hosts.
+        self.sink = sink  #: Takes the output of the workers.
+        self.workers: dict[int, Worker] = {}  #: By rank: the worker that was started last.
+        self.spares = Spares()  #: The spares, whose output is kept until they have a seat.
         self._selector = selectors.DefaultSelector()
         self._pipes: dict[IO[bytes], tuple[IO[bytes], Worker, bool]] = {}
 

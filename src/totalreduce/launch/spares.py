@@ -32,13 +32,7 @@ _HELD_BYTES_MAX = 64 * 1024
 
 @final
 class Spare:
-    """The launcher's side of one spare.
-
-    Attributes:
-        worker: Its process. The rank is -1 until it has a seat.
-        serves: Whether it can replace a rank that only serves a parameter server; else one that runs the program.
-        held: What it has written to standard output and standard error without a seat.
-    """
+    """The launcher's side of one spare."""
 
     def __init__(
         self, start: Callable[[Mapping[str, str]], Worker], environment: Mapping[str, str], *, serves: bool
@@ -52,7 +46,11 @@ class Spare:
         """
         own = {*_SEAT_VARIABLES, *_WHOLE_VARIABLES}
         common = {name: text for name, text in environment.items() if name not in own}
-        self.worker, self.serves = start({**common, SPARE: _SERVER if serves else _PROGRAM}), serves
+        #: Its process. The rank is -1 until it has a seat.
+        self.worker = start({**common, SPARE: _SERVER if serves else _PROGRAM})
+        #: Whether it can replace a rank that only serves a parameter server; else one that runs the program.
+        self.serves = serves
+        #: What it has written to standard output and standard error without a seat.
         self.held = (bytearray(), bytearray())
 
     def hold(self, data: bytes, *, is_error: bool) -> None:

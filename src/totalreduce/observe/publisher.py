@@ -58,22 +58,18 @@ class Publisher:
 
     Only its thread writes, and it holds no lock while it does: a folder that does not answer delays no thread that
     trains.
-
-    Attributes:
-        home: The process in which it writes.
-        cpu_s: The processor time that its thread has taken so far, for the benchmark.
-        documents: The number of documents that were written.
     """
 
     def __init__(self, folder: Path, seat: int, incarnation: int = 0, *, interval_s: float = INTERVAL_S) -> None:
         """Begin without a thread."""
         self._board, self._seat, self._incarnation, self._interval_s = Board(folder), seat, incarnation, interval_s
-        self.home = HomeProcess("the publisher of figures")
+        self.home = HomeProcess("the publisher of figures")  #: The process in which it writes.
         self._lock = threading.Lock()  #: For the engines of the session, and the beginning and end of its thread.
         self._session: _Session | None = None
         self._thread: threading.Thread | None = None
         self._has_warned, self._retry_at = False, float("-inf")
-        self.cpu_s, self.documents = 0.0, 0
+        self.cpu_s = 0.0  #: The processor time that its thread has taken so far, for the benchmark.
+        self.documents = 0  #: The number of documents that were written.
 
     def follow(self, runner: Runner) -> None:
         """Publish the figures of an engine from now on."""

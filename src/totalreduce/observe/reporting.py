@@ -142,10 +142,6 @@ class ReportWriter:
     A file is written at once. What a terminal, a pipe or a socket does not take at once waits in memory, and ``flush``
     goes on. The first fault is said to ``warn``, and what is lost is counted. A full disk is tried again with the next
     piece. It has no lock: use it in one thread, or under a lock.
-
-    Attributes:
-        name: What is written to, in warnings.
-        loss: What was lost.
     """
 
     def __init__(
@@ -170,7 +166,8 @@ class ReportWriter:
             bytes_max: The number of bytes from which on pieces that wait are too many.
             clock: Returns seconds.
         """
-        self.name, self.loss = name, Loss()
+        self.name = name  #: What is written to, in warnings.
+        self.loss = Loss()  #: What was lost.
         self._warn, self._wait_s, self._bytes_max, self._clock = warn, wait_s, bytes_max, clock
         self._target = _target_of(target, is_own=is_own)
         self._queue: deque[_Piece] = deque()

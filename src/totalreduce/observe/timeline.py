@@ -108,11 +108,6 @@ class Timeline(Observer):
 
     Raises:
         ConfigurationError: The file cannot be written there, or ``max_events`` is not positive.
-
-    Attributes:
-        rank: As given.
-        path: As given.
-        dropped: Spans and instants left out so far.
     """
 
     def __init__(
@@ -124,7 +119,9 @@ class Timeline(Observer):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         checks.integer("max_events of a timeline", max_events, minimum=1)
-        self.rank, self.path, self.dropped = rank, Path(path), 0
+        self.rank = rank  #: As given.
+        self.path = Path(path)  #: As given.
+        self.dropped = 0  #: Spans and instants left out so far.
         self._file = self.path.absolute()  # a program may change its working directory before the end
         _check_writable(self.path)
         self._max_events, self._clock = max_events, clock

@@ -179,17 +179,7 @@ class WireFormat:
 
 
 class _Memory:
-    """One flat tensor and the views into it; with a wire dtype a second, wide tensor beside it.
-
-    Attributes:
-        flat: The tensor that travels.
-        slots: The view of ``flat`` for each parameter.
-        tail: The end of ``flat``.
-        wide: The reduced gradients in the parameters' dtype; the same memory as ``flat`` if that has this dtype.
-        views: The view of ``wide`` for each parameter.
-        begin: Address of the first byte of ``wide``.
-        end: Address after its last byte.
-    """
+    """One flat tensor and the views into it; with a wire dtype a second, wide tensor beside it."""
 
     def __init__(
         self,
@@ -201,15 +191,18 @@ class _Memory:
     ) -> None:
         dtype: torch.dtype = getattr(torch, spec.dtype)
         layout = wire.tail(spec)
+        #: The tensor that travels.
         self.flat = empty(spec.num_elements + layout.num_elements, dtype=wire.dtype or dtype, device=device).zero_()
-        self.tail = Tail(self.flat[spec.num_elements :], layout)
-        self.slots = _views(self.flat, members)
-        self.wide, self.views = self.flat[: spec.num_elements], self.slots
+        self.tail = Tail(self.flat[spec.num_elements :], layout)  #: The end of ``flat``.
+        self.slots = _views(self.flat, members)  #: The view of ``flat`` for each parameter.
+        #: The reduced gradients in the parameters' dtype; the same memory as ``flat`` if that has this dtype.
+        self.wide = self.flat[: spec.num_elements]
+        self.views = self.slots  #: The view of ``wide`` for each parameter.
         if self.flat.dtype is not dtype:
             self.wide = torch.zeros(spec.num_elements, dtype=dtype, device=device)
             self.views = _views(self.wide, members)
-        self.begin = self.wide.data_ptr()
-        self.end = self.begin + self.wide.numel() * self.wide.element_size()
+        self.begin = self.wide.data_ptr()  #: Address of the first byte of ``wide``.
+        self.end = self.begin + self.wide.numel() * self.wide.element_size()  #: Address after its last byte.
 
 
 def _views(flat: torch.Tensor, members: Sequence[ParameterSpec]) -> list[torch.Tensor]:

@@ -79,19 +79,16 @@ class _RoundState:
 @final
 @never_compiled
 class CompressedReducer(GradientReducer):
-    """The compressed buckets of one plan.
-
-    Attributes:
-        rounds: Exchanges the buckets.
-        send_dense: Whether the next round sends everything.
-    """
+    """The compressed buckets of one plan."""
 
     readiness: BucketReadiness
 
     def __init__(
         self, plan: CompressedPlan, rounds: SparseRounds, residuals: Residuals, settings: CompressedSettings
     ) -> None:
-        self._plan, self.rounds, self.parameters = plan, rounds, plan.parameters
+        self._plan = plan
+        self.rounds = rounds  #: Exchanges the buckets.
+        self.parameters = plan.parameters
         self._residuals, self._settings = residuals, settings
         self._correction = MomentumCorrection(residuals, settings.feedback.momentum)
         self.readiness = BucketReadiness(self.buckets_members)
@@ -99,7 +96,7 @@ class CompressedReducer(GradientReducer):
         self._streams = SideStreams()
         self._state = _RoundState(closed=True)
         self._round = 0
-        self.send_dense = False
+        self.send_dense = False  #: Whether the next round sends everything.
         self._end = weakref.finalize(self, rounds.close)
 
     @property

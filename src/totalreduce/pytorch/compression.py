@@ -40,15 +40,7 @@ _log = logging.getLogger(__name__)
 
 @final
 class Compression:
-    """The compressed gradients of one ``DistributedOptimizer``.
-
-    Attributes:
-        name: The prefix of the operations' names.
-        reducer: The reducer of the present plan; ``None`` if it compresses nothing.
-        choices: The measurements and decisions of ``tr.Auto``, for each bucket that it could compress.
-        residuals: The residuals of all parameters.
-        grad_scaler: The ``GradScaler``, or ``None``.
-    """
+    """The compressed gradients of one ``DistributedOptimizer``."""
 
     def __init__(
         self,
@@ -59,10 +51,14 @@ class Compression:
         names: Callable[[], NamedParameters],
     ) -> None:
         """``names`` returns the names of all parameters, also of those that are not in the present plan."""
-        self._group, self.name, self._settings, self._names = group, name, settings, names
-        self.grad_scaler = grad_scaler
-        self.residuals = Residuals()
+        self._group = group
+        self.name = name  #: The prefix of the operations' names.
+        self._settings, self._names = settings, names
+        self.grad_scaler = grad_scaler  #: The ``GradScaler``, or ``None``.
+        self.residuals = Residuals()  #: The residuals of all parameters.
+        #: The measurements and decisions of ``tr.Auto``, for each bucket that it could compress.
         self.choices: list[Choice] = []
+        #: The reducer of the present plan; ``None`` if it compresses nothing.
         self.reducer: CompressedReducer | None = None
         self._plan = CompressedPlan((), (), ())
         self._warned: set[str] = set()  #: The kinds of warnings that were shown.

@@ -70,14 +70,6 @@ class Connection:
 
     The process group has the ranks of DDP's, so that its collectives do not mix with DDP's own.
 
-    Attributes:
-        driver: Carries out the actions of exchanges.
-        worker: The thread in which exchanges run.
-        selecting: The thread in which gradients are taken and selected.
-        workspace: The memory for selection.
-        streams: The streams on which GPUs copy.
-        timeout_s: The process group's time-out in seconds.
-
     Raises:
         PlanMismatchError: The settings differ; on every rank.
         RendezvousError: torch could not make the group.
@@ -95,11 +87,12 @@ class Connection:
             self._group: Any = dist.new_group(
                 ranks, timeout, dist.get_backend_config(process_group), use_local_synchronization=self._stays
             )
-        self.timeout_s: float = timeout.total_seconds()
-        self.driver = C10dDriver(self._group, device)
-        self.worker = ExchangeWorker(self.driver, in_order=True)
-        self.selecting = _Background("totalreduce-selection")
-        self.workspace, self.streams = Workspace(), SideStreams()
+        self.timeout_s: float = timeout.total_seconds()  #: The process group's time-out in seconds.
+        self.driver = C10dDriver(self._group, device)  #: Carries out the actions of exchanges.
+        self.worker = ExchangeWorker(self.driver, in_order=True)  #: The thread in which exchanges run.
+        self.selecting = _Background("totalreduce-selection")  #: The thread in which gradients are taken and selected.
+        self.workspace = Workspace()  #: The memory for selection.
+        self.streams = SideStreams()  #: The streams on which GPUs copy.
         self._compare(settings)
 
     def _compare(self, settings: str) -> None:

@@ -68,17 +68,10 @@ class _Joining:
 @final
 @never_compiled
 class LocalSteps(StrategySteps):
-    """A strategy on this rank.
-
-    Attributes:
-        strategy: Its settings.
-        is_interrupted: Whether a call of ``step`` ran out of time, and must be repeated.
-        waited_s: The seconds for which the program was blocked because results of exchanges were due.
-        is_guarded: Whether steps can be undone after a loss: from the first guarded step to the end of the job.
-    """
+    """A strategy on this rank."""
 
     outlives_group = True
-    strategy: Strategy
+    strategy: Strategy  #: Its settings.
     waited_s = 0.0
 
     def __init__(self, strategy: Strategy, training: TrainingOfRank) -> None:
@@ -94,7 +87,10 @@ class LocalSteps(StrategySteps):
         self._unstarted: list[Job] = []  #: Exchanges to begin anew in the next call: the group is complete then.
         self._kept: _Kept | None = None  #: While a guarded step can be undone.
         self._steps, self._samples = 0, 0.0
-        self.is_interrupted, self.waited_s, self.is_guarded = False, 0.0, not training.compares
+        self.is_interrupted = False  #: Whether a call of ``step`` ran out of time, and must be repeated.
+        self.waited_s = 0.0  #: The seconds for which the program was blocked because results of exchanges were due.
+        #: Whether steps can be undone after a loss: from the first guarded step to the end of the job.
+        self.is_guarded = not training.compares
         self._joining: _Joining | None = None  #: While ``join`` runs, or must be repeated.
         #: What ``finish`` waits for, while it runs or must be repeated: the exchanges before it, or the one it has
         #: begun.

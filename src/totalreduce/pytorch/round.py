@@ -221,22 +221,15 @@ class Round:
     Args:
         reducers: In the order in which they finish. The first one finds out how many ranks have data.
         world_size: The number of ranks.
-
-    Attributes:
-        reducers: The reducers.
-        phase: The phase of the round.
-        order: Gives buckets their priorities when it has seen a forward pass, and is then set to ``None``.
-        active: The number of ranks with data in the last round that was finished.
-        passes: The number of backward passes that each hooked parameter was in since the last round ended, or
-            ``restart_passes`` was called.
-        lock: Held while a round is opened, and while a strategy takes a gradient: autograd may call hooks in threads.
     """
 
     def __init__(self, reducers: Sequence[GradientReducer], world_size: int) -> None:
-        self.reducers, self._world_size = list(reducers), world_size
+        self.reducers = list(reducers)
+        self._world_size = world_size
+        #: Gives buckets their priorities when it has seen a forward pass, and is then set to ``None``.
         self.order: ForwardOrder | None = None
-        self.phase = Phase.LOCAL
-        self.active = world_size
+        self.phase = Phase.LOCAL  #: The phase of the round.
+        self.active = world_size  #: The number of ranks with data in the last round that was finished.
         #: Of the present round: how many reducers have finished, and the number of ranks with data that they found.
         self._num_finished, self._active_now = 0, world_size
         self._num_installed = 0  #: Likewise: how many reducers have installed their gradients.
@@ -247,7 +240,10 @@ class Round:
             if reducer.hooked
             for member in range(len(reducer.parameters))
         ]
+        #: The number of backward passes that each hooked parameter was in since the last round ended, or
+        #: ``restart_passes`` was called.
         self.passes = [0] * len(self._targets)
+        #: Held while a round is opened, and while a strategy takes a gradient: autograd may call hooks in threads.
         self.lock = threading.Lock()
 
     @property

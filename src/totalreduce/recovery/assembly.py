@@ -59,14 +59,7 @@ _Value = TypeVar("_Value", bool, str)
 
 @final
 class Assembly:
-    """One process in the decisions of its job. One thread uses it.
-
-    Attributes:
-        policy: The policy of the job.
-        seat: The seat of this process.
-        incarnation: Its incarnation.
-        current: The decision of the epoch that this process is a member of; ``None`` before the first one.
-    """
+    """One process in the decisions of its job. One thread uses it."""
 
     def __init__(
         self,
@@ -78,7 +71,10 @@ class Assembly:
     ) -> None:
         """``clock``: returns the time in seconds."""
         self._store, self._clock = store, clock
-        self.policy, self.seat, self.incarnation = policy, seat, incarnation
+        self.policy = policy  #: The policy of the job.
+        self.seat = seat  #: The seat of this process.
+        self.incarnation = incarnation
+        #: The decision of the epoch that this process is a member of; ``None`` before the first one.
         self.current: Decision | None = None
         self._waits_since = self._looked_at = clock()
         self._has_begun = False  #: Whether a block has taken effect on this process.

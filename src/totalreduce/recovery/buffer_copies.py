@@ -82,18 +82,14 @@ class _Rows:
 
 @final
 class BufferCopies:
-    """How this rank sends copies of its buffers, in one group.
-
-    Attributes:
-        form: The form of the copies, equal on all ranks.
-        late: The names of the buffers that blocks change after the vote.
-    """
+    """How this rank sends copies of its buffers, in one group."""
 
     def __init__(self, state: State) -> None:
         """Nothing is sent before ``plan``."""
         self._state = state
         self._row = state.buffer_row()
-        self.form, self.late = Form.NOTHING, set[str]()
+        self.form = Form.NOTHING  #: The form of the copies, equal on all ranks.
+        self.late = set[str]()  #: The names of the buffers that blocks change after the vote.
         self._layouts: int | None = 0  #: What all ranks had in common when the form was chosen.
         self._rows: _Rows | None = None
         self._sent: dict[str, torch.Tensor | None] | None = None  #: Copies of the buffers that were packed last.

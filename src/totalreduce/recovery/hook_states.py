@@ -40,15 +40,12 @@ _log = logging.getLogger(__name__)
 
 @final
 class HookStates:
-    """What the hooks of a job keep back. It is the ``keeper`` of the default process group of each attempt.
-
-    Attributes:
-        num_copies: The number of other ranks that have a copy of what each rank keeps back.
-    """
+    """What the hooks of a job keep back. It is the ``keeper`` of the default process group of each attempt."""
 
     def __init__(self, state: State | None, num_copies: int) -> None:
         """Note the arguments. ``state``: ``None``: nothing can be kept, and a hook makes a warning."""
-        self._state, self.num_copies = state, num_copies
+        self._state = state
+        self.num_copies = num_copies  #: The number of other ranks that have a copy of what each rank keeps back.
         self._kept = Memory()  #: What belongs to parameters that have no hook at present.
         self._hooks: list[SparseHookState] = []  #: Those of this attempt.
         #: What the hooks need beside residuals, at the last commit and after the step that is under way.

@@ -37,17 +37,13 @@ _log = logging.getLogger(__name__)
 
 @final
 class RankStates:
-    """The states of ranks at the last point, and their copies on other ranks. Has the methods of ``OwnState``.
-
-    Attributes:
-        num_copies: The number of ranks that have a copy; with 0 there are no points.
-        vote: The vote, before which copies are sent.
-    """
+    """The states of ranks at the last point, and their copies on other ranks. Has the methods of ``OwnState``."""
 
     def __init__(self, state: State, optimizers: Optimizers, num_copies: int) -> None:
         """``optimizers``: those of the state, of which one has a strategy."""
         self._state, self._group, self._optimizers = state, optimizers.group, optimizers
-        self.num_copies, self.vote = num_copies, Vote(optimizers.group)
+        self.num_copies = num_copies  #: The number of ranks that have a copy; with 0 there are no points.
+        self.vote = Vote(optimizers.group)  #: The vote, before which copies are sent.
         self._replicas = Replicas(num_copies)
         self._seats: list[int] = []  #: Of the members, by rank.
         #: This rank's packed state at the last point and after the block, and what all ranks have in common there.

@@ -182,16 +182,12 @@ class Versions(Generic[State]):
     A checkpoint has two phases. In the first one a rank prepares the next version, and other ranks get copies of what
     it has for itself. In the second one the ranks vote: the vote passes when all ranks have come to it. Until it has
     passed, the last version counts, because other ranks may not have prepared the next one.
-
-    Attributes:
-        version: The version that counts.
-        state: The state of this version.
-        is_in_vote: Whether this rank has come to the vote, and does not know whether it has passed.
     """
 
     def __init__(self, state: State) -> None:
-        self.version, self.state = 0, state
-        self.is_in_vote = False
+        self.version = 0  #: The version that counts.
+        self.state = state  #: The state of this version.
+        self.is_in_vote = False  #: Whether this rank has come to the vote, and does not know whether it has passed.
         self._prepared: State | None = None
 
     def prepare(self, state: State) -> None:

@@ -184,17 +184,13 @@ class _Exchange:
 
 @final
 class OwnState:
-    """The state that this rank has for itself, through the epochs of a job, and its copies on other ranks.
-
-    Attributes:
-        num_copies: The number of ranks that have a copy.
-        vote: The vote, before which copies are sent.
-    """
+    """The state that this rank has for itself, through the epochs of a job, and its copies on other ranks."""
 
     def __init__(self, state: State, optimizers: Optimizers, num_copies: int, vote: Vote | None = None) -> None:
         """``optimizers``: those of the state; ``vote``: ``None``: one of its own."""
         self._state, self._group, self._optimizers = state, optimizers.group, optimizers
-        self.num_copies, self.vote = num_copies, vote or Vote(optimizers.group)
+        self.num_copies = num_copies  #: The number of ranks that have a copy.
+        self.vote = vote or Vote(optimizers.group)  #: The vote, before which copies are sent.
         self._replicas = Replicas(num_copies)
         self._world_size = self._group.world_size  #: Of the last epoch.
         #: By optimizer the states of the sparse sessions, at the present version and after the block.

@@ -97,31 +97,24 @@ def _age(operation: Operation) -> int:
 
 @final
 class EngineEndpoint:
-    """Implements ``transports.base.Endpoint`` over an engine.
-
-    Attributes:
-        engine: The engine; use it under ``lock`` only.
-        lock: Held by every call into the engine.
-        work: Notified when the computation thread has something to do.
-        inline: Whether the thread that moves messages also carries out every computation.
-        callers: The threads that submit operations without a name.
-        leaving: Operations that have failed while messages of them were half-way out. They complete when the transport
-            reads their memory no more (``keep_rests``), at the latest at the time that is noted with them.
-    """
+    """Implements ``transports.base.Endpoint`` over an engine."""
 
     def __init__(self, engine: Engine, carriers: Iterable[Carrier] = (), *, inline: bool) -> None:
         """``carriers``: are asked before the relay. The thread that moves messages advances their operations."""
-        self.engine, self.inline = engine, inline
+        self.engine = engine  #: The engine; use it under ``lock`` only.
+        self.inline = inline  #: Whether the thread that moves messages also carries out every computation.
         engine.carrying.carriers[:0] = carriers
         #: Operations that have begun in the fast lane without a record in the engine.
         self.unlisted: dict[LaneCarriage, Begun] = {}
         #: The handle of all operations that had ended well when they were submitted.
         self.ended = Handle()
         self.ended.complete(None)
-        self.callers = Callers()
+        self.callers = Callers()  #: The threads that submit operations without a name.
+        #: Operations that have failed while messages of them were half-way out. They complete when the transport reads
+        #: their memory no more (``keep_rests``), at the latest at the time that is noted with them.
         self.leaving: list[tuple[Operation, float]] = []
-        self.lock = threading.Lock()
-        self.work = threading.Condition(self.lock)
+        self.lock = threading.Lock()  #: Held by every call into the engine.
+        self.work = threading.Condition(self.lock)  #: Notified when the computation thread has something to do.
 
     def complete_ended(self) -> None:
         """Complete the handles of operations that have ended."""

@@ -13,17 +13,14 @@ __all__ = ["Gate"]
 
 @final
 class Gate:
-    """Takes the operations of a group, or refuses them for a reason. The barrier is an operation, too.
-
-    Attributes:
-        is_formed: Whether the group is formed. Where ranks can be replaced, a program gets a group that is not.
-        reason: Why operations are refused; "" if they are taken.
-    """
+    """Takes the operations of a group, or refuses them for a reason. The barrier is an operation, too."""
 
     __slots__ = ("_admitted", "is_formed", "reason")
 
     def __init__(self) -> None:
-        self.is_formed, self.reason = True, ""
+        #: Whether the group is formed. Where ranks can be replaced, a program gets a group that is not.
+        self.is_formed = True
+        self.reason = ""  #: Why operations are refused; "" if they are taken.
         self._admitted: WeakSet[object] = WeakSet()  #: Threads.
 
     def await_formation(self, reason: str) -> None:

@@ -93,19 +93,16 @@ class Handle:
 
 @final
 class Begun:
-    """An operation that has begun in the fast lane and that the engine does not know.
-
-    Attributes:
-        submission: The operation as it was submitted.
-        key: Its key.
-        carriage: What the fast lane keeps of it.
-    """
+    """An operation that has begun in the fast lane and that the engine does not know."""
 
     __slots__ = ("_end", "_handle", "carriage", "key", "submission")
 
     def __init__(self, submission: Submission, key: tuple[int, int], carriage: LaneCarriage, end: End | None) -> None:
         """``end``: what its handle calls at its end."""
-        self.submission, self.key, self.carriage, self._end = submission, key, carriage, end
+        self.submission = submission  #: The operation as it was submitted.
+        self.key = key
+        self.carriage = carriage  #: What the fast lane keeps of it.
+        self._end = end
         self._handle: Handle | None = None
 
     def handle(self) -> Handle:

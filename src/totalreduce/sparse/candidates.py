@@ -16,20 +16,15 @@ _SLACK = 4096
 
 @final
 class Candidates:
-    """Lists of at most ``room`` indices and values, in given memory for 4,096 more, or in new memory.
-
-    Attributes:
-        index: int32.
-        value: float32.
-        count: The number of listed elements.
-        complete: Whether all elements that reach the bound are listed; otherwise only the first ones are.
-    """
+    """Lists of at most ``room`` indices and values, in given memory for 4,096 more, or in new memory."""
 
     def __init__(self, room: int, index: Array | None = None, value: Array | None = None) -> None:
         size = room + _SLACK
-        self.index = np.empty(size, np.int32) if index is None else index[:size]
-        self.value = np.empty(size, np.float32) if value is None else value[:size]
-        self.count, self.complete = 0, True
+        self.index = np.empty(size, np.int32) if index is None else index[:size]  #: int32.
+        self.value = np.empty(size, np.float32) if value is None else value[:size]  #: float32.
+        self.count = 0  #: The number of listed elements.
+        #: Whether all elements that reach the bound are listed; otherwise only the first ones are.
+        self.complete = True
 
     @property
     def room(self) -> int:

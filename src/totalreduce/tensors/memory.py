@@ -51,20 +51,6 @@ class Operands:
 
     A contiguous tensor is used in place. Another tensor is copied into contiguous memory before the operation begins.
     If the operation writes it, it is copied back at the end. So is a tensor of an accelerator (``tensors.staging``).
-
-    Attributes:
-        name: The name of the operation, for messages.
-        reads: Memory that is read while the operation is in flight.
-        writes: Memory that is written while the operation is in flight, or at its end.
-        first_reads: Memory that only ``prepare`` reads.
-        inputs: Memory that is read before the operation writes its results. So it may be the memory of a result.
-        preparations: What ``prepare`` calls.
-        repeats: Whether the operation is carried out again and again with these tensors: then their memory is held
-            until this object is deleted.
-        kept_in: A table in which something is kept for the next operation of the name. If the operation fails, ``end``
-            removes it: a transport may still hold the memory.
-        staged: The tensors on accelerators; ``None``: there are none.
-        claimed_in: The record in which ``MemoryInFlight.claim`` has noted the memory, until ``end``.
     """
 
     __slots__ = (
@@ -87,16 +73,23 @@ class Operands:
 
     def __init__(self, name: str, *, repeats: bool = False, staging: Staging | None = None) -> None:
         """``staging``: for tensors of accelerators; without it there must be none."""
-        self.name, self.repeats = name, repeats
+        self.name = name  #: The name of the operation, for messages.
+        #: Whether the operation is carried out again and again with these tensors: then their memory is held until this
+        #: object is deleted.
+        self.repeats = repeats
         self._staging = staging
-        self.staged: StagedTensors | None = None
-        self.reads: list[Span] = []
-        self.writes: list[Span] = []
-        self.first_reads: list[Span] = []
+        self.staged: StagedTensors | None = None  #: The tensors on accelerators; ``None``: there are none.
+        self.reads: list[Span] = []  #: Memory that is read while the operation is in flight.
+        self.writes: list[Span] = []  #: Memory that is written while the operation is in flight, or at its end.
+        self.first_reads: list[Span] = []  #: Memory that only ``prepare`` reads.
+        #: Memory that is read before the operation writes its results. So it may be the memory of a result.
         self.inputs: list[Span] = []
-        self.preparations: list[Callable[[], object]] = []
+        self.preparations: list[Callable[[], object]] = []  #: What ``prepare`` calls.
         self._copies_back: list[Callable[[], object]] = []
+        #: A table in which something is kept for the next operation of the name. If the operation fails, ``end``
+        #: removes it: a transport may still hold the memory.
         self.kept_in: MutableMapping[str, Any] | None = None
+        #: The record in which ``MemoryInFlight.claim`` has noted the memory, until ``end``.
         self.claimed_in: MemoryInFlight | None = None
         self._holds: list[StorageHold] = []
         self._memories: list[Any] = []  #: What ``add`` has returned views of.

@@ -57,16 +57,13 @@ class UnsentLimit:
     A message that is much longer goes into the socket as a whole. Nothing may overtake its end in any case, and a
     socket that takes it in parts wakes this process for each of them. The next message waits until the limit is kept
     again, and is chosen then.
-
-    Attributes:
-        num_bytes: The limit.
-        long_bytes: Longer messages go into the socket as a whole.
     """
 
     def __init__(self, sock: socket.socket, num_bytes: int) -> None:
         """Set the limit (``TCP_NOTSENT_LOWAT``); the kernel asks for more bytes when half of it is left."""
-        self._sock, self.num_bytes = sock, num_bytes
-        self.long_bytes = num_bytes + num_bytes // 2
+        self._sock = sock
+        self.num_bytes = num_bytes  #: The limit.
+        self.long_bytes = num_bytes + num_bytes // 2  #: Longer messages go into the socket as a whole.
         self._poll = select.poll()
         self._poll.register(sock, select.POLLOUT)
         self._set(num_bytes)
@@ -246,21 +243,15 @@ class _SendingHalf:
 
 @final
 class _ReceivingHalf:
-    """The receiving half of a connection.
-
-    Attributes:
-        readable: Whether the socket may have bytes.
-        moved_at: When something besides a heartbeat last arrived.
-        holds_farewell: Whether the next message is a GOODBYE that is not read yet, because messages that the peer has
-            sent before it may still arrive on another connection.
-        is_ending: Whether the stream ends, or has an error.
-        wake_bytes: The low-water mark of the socket.
-        longest_bytes: The length of the longest body of a data message so far.
-    """
+    """The receiving half of a connection."""
 
     def __init__(self, sock: socket.socket, channel: TlsChannel | None, pulse: Pulse, now: float) -> None:
-        self.readable, self.moved_at, self.holds_farewell = False, now, False
-        self.is_ending = False
+        self.readable = False  #: Whether the socket may have bytes.
+        self.moved_at = now  #: When something besides a heartbeat last arrived.
+        #: Whether the next message is a GOODBYE that is not read yet, because messages that the peer has sent before it
+        #: may still arrive on another connection.
+        self.holds_farewell = False
+        self.is_ending = False  #: Whether the stream ends, or has an error.
         self._sock, self._pulse = sock, pulse
         self._recv_into: Callable[[memoryview], int] = sock.recv_into if channel is None else channel.recv_into
         self._counts_tell = channel is None  # TLS may hold bytes that the socket no longer has
@@ -269,8 +260,8 @@ class _ReceivingHalf:
         self._begin = self._end = 0
         self._delivery: Delivery | None = None
         self._received = 0
-        self.wake_bytes = 1
-        self.longest_bytes = 0
+        self.wake_bytes = 1  #: The low-water mark of the socket.
+        self.longest_bytes = 0  #: The length of the longest body of a data message so far.
 
     @property
     def is_mid_body(self) -> bool:

@@ -30,19 +30,15 @@ class Listener:
     make the epoll object readable again at once: a loop that takes all the time of a core and logs as fast as it can.
     So the listening socket is not polled for ``_PAUSE_S`` after such an error. Connections wait in the queue meanwhile.
     They are not accepted and closed with a spare descriptor, because a rank may be among them.
-
-    Attributes:
-        sock: The listening socket.
-        epoll: The epoll object in which it is registered.
-        counters: Where refused connections are counted.
-        resume_at: When the listening socket is to be polled again, in seconds; infinite while it is polled.
-        last_refusal: Why a connection was last refused; "" if none was.
     """
 
     def __init__(self, rank: int, sock: socket.socket, epoll: select.epoll, counters: TransportCounters) -> None:
-        self.sock, self.epoll, self.counters = sock, epoll, counters
+        self.sock = sock  #: The listening socket.
+        self.epoll = epoll  #: The epoll object in which it is registered.
+        self.counters = counters  #: Where refused connections are counted.
+        #: When the listening socket is to be polled again, in seconds; infinite while it is polled.
         self.resume_at = float("inf")
-        self.last_refusal = ""
+        self.last_refusal = ""  #: Why a connection was last refused; "" if none was.
         self._rank, self._failures = rank, 0
         epoll.register(sock.fileno(), select.EPOLLIN)
 

@@ -71,22 +71,16 @@ class Communicator:
     With ``THREAD_MULTIPLE`` (which mpi4py asks for) every thread may call MPI. With ``THREAD_SERIALIZED`` one thread at
     a time may; this module's calls exclude each other, and the program must see to its own. With less, only the thread
     that initialised MPI may, so messages move only while that thread waits for an operation; a warning says so.
-
-    Attributes:
-        handle: The communicator of mpi4py.
-        rank: This rank.
-        world_size: Number of ranks.
-        funnelled: Whether only the thread that initialised MPI may call it.
-        lock: Held during calls of MPI.
     """
 
     def __init__(self, handle: MPI.Intracomm) -> None:
         """Use ``join``."""
-        self.handle = handle
-        self.rank, self.world_size = handle.Get_rank(), handle.Get_size()
+        self.handle = handle  #: The communicator of mpi4py.
+        self.rank = handle.Get_rank()
+        self.world_size = handle.Get_size()
         level = MPI.Query_thread()
-        self.funnelled = level < MPI.THREAD_SERIALIZED
-        self.lock = threading.RLock() if level >= MPI.THREAD_MULTIPLE else _SERIAL
+        self.funnelled = level < MPI.THREAD_SERIALIZED  #: Whether only the thread that initialised MPI may call it.
+        self.lock = threading.RLock() if level >= MPI.THREAD_MULTIPLE else _SERIAL  #: Held during calls of MPI.
         if self.funnelled:
             _log.warning(
                 "rank %d: this MPI may be called by its first thread only: messages move only while that thread waits "

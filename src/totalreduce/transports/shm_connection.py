@@ -16,20 +16,7 @@ __all__ = ["ShmConnection"]
 
 @final
 class ShmConnection:
-    """The rings, the bell and the socket that this rank shares with one peer.
-
-    Attributes:
-        peer: Rank of the peer.
-        mapping: The peer's memory.
-        sock: The Unix socket. It is open and silent for as long as both processes live.
-        ended: Why the socket has ended; ``None`` while it is open.
-        ended_at: When that was seen, in seconds.
-        bell: The peer's bell.
-        outgoing: The ring to the peer.
-        incoming: The ring from the peer.
-        pulse: When the peer's heartbeat was last seen to move.
-        relied_on: Whether operations need the peer that are carried out without messages (``Boards.rely_on``).
-    """
+    """The rings, the bell and the socket that this rank shares with one peer."""
 
     def __init__(
         self,
@@ -47,15 +34,18 @@ class ShmConnection:
         ``indices`` are those of this rank and of the peer in the layout; ``outbox`` is this rank's memory, with
         ``pool`` in it, and ``mapping`` the peer's.
         """
-        self.peer, self.sock = peer, sock
-        self.ended: str | None = None
-        self.ended_at = 0.0
+        self.peer = peer  #: Rank of the peer.
+        self.sock = sock  #: The Unix socket. It is open and silent for as long as both processes live.
+        self.ended: str | None = None  #: Why the socket has ended; ``None`` while it is open.
+        self.ended_at = 0.0  #: When that was seen, in seconds.
+        #: Whether operations need the peer that are carried out without messages (``Boards.rely_on``).
         self.relied_on = False
-        self.pulse = Pulse(now)
-        self.mapping, self._words = mapping, mapping.words
-        self.bell = Doorbell(bell_fd, self._words, outbox.fences)
-        self.outgoing = OutgoingRing(peer, indices, outbox, mapping, pool, self.bell)
-        self.incoming = IncomingRing(peer, indices, outbox, mapping, self.bell)
+        self.pulse = Pulse(now)  #: When the peer's heartbeat was last seen to move.
+        self.mapping = mapping  #: The peer's memory.
+        self._words = mapping.words
+        self.bell = Doorbell(bell_fd, self._words, outbox.fences)  #: The peer's bell.
+        self.outgoing = OutgoingRing(peer, indices, outbox, mapping, pool, self.bell)  #: The ring to the peer.
+        self.incoming = IncomingRing(peer, indices, outbox, mapping, self.bell)  #: The ring from the peer.
         self._beat = self._words[BEAT_WORD]
 
     @property

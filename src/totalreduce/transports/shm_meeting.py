@@ -99,25 +99,18 @@ class Arrival(NamedTuple):
 
 @final
 class _Meeting:
-    """A connection whose other end has not proved its membership yet.
-
-    Attributes:
-        sock: The socket, non-blocking.
-        peer: Rank at the other end; -1 until it has said so.
-        outgoing: Whether this rank opened the connection.
-        silent: Whether the other end has not sent anything yet.
-        opened_at: In seconds.
-        descriptors: The peer's memory file and event counter, once ``advance`` has returned true.
-    """
+    """A connection whose other end has not proved its membership yet."""
 
     def __init__(
         self, sock: socket.socket, handshake: Connector | Acceptor, card: bytes, own_fds: tuple[int, int], now: float
     ) -> None:
         """Take over a socket; ``own_fds`` are the descriptors to hand over."""
-        self.sock, self.opened_at = sock, now
-        self.outgoing = isinstance(handshake, Connector)
-        self.peer = handshake.peer
-        self.silent = True
+        self.sock = sock  #: The socket, non-blocking.
+        self.opened_at = now  #: In seconds.
+        self.outgoing = isinstance(handshake, Connector)  #: Whether this rank opened the connection.
+        self.peer = handshake.peer  #: Rank at the other end; -1 until it has said so.
+        self.silent = True  #: Whether the other end has not sent anything yet.
+        #: The peer's memory file and event counter, once ``advance`` has returned true.
         self.descriptors: list[int] = []
         self._handshake, self._card, self._own_fds = handshake, card, own_fds
         self._data = b""

@@ -19,26 +19,19 @@ __all__ = ["Piece", "StagingPool"]
 
 @final
 class Piece:
-    """One piece of the pool, and the peers that have still to read it.
-
-    Attributes:
-        number: Number of the piece in the layout.
-        large: Whether it is one of the large pieces.
-        use: How often it has been filled. A peer gives back a use, not the piece.
-        out: Whether a peer may still have to read it.
-        keepable: Whether a receiver may keep it while it waits for other messages.
-        readers: For each reader, the block of words in which it gives pieces back.
-    """
+    """One piece of the pool, and the peers that have still to read it."""
 
     __slots__ = ("array", "keepable", "key", "large", "number", "out", "readers", "use")
 
     def __init__(self, number: int, array: np.ndarray[Any, Any], *, large: bool) -> None:
-        self.number, self.array, self.large = number, array, large
-        self.use = 0
-        self.out = False
-        self.keepable = False
+        self.number = number  #: Number of the piece in the layout.
+        self.array = array
+        self.large = large  #: Whether it is one of the large pieces.
+        self.use = 0  #: How often it has been filled. A peer gives back a use, not the piece.
+        self.out = False  #: Whether a peer may still have to read it.
+        self.keepable = False  #: Whether a receiver may keep it while it waits for other messages.
         self.key: Hashable = None
-        self.readers: list[memoryview] = []
+        self.readers: list[memoryview] = []  #: For each reader, the block of words in which it gives pieces back.
 
     @property
     def released(self) -> bool:
@@ -53,9 +46,6 @@ class StagingPool:
 
     This cannot deadlock: a message is only taken while a large piece is free (``has_room``). At most half of the large
     pieces are out as *keepable*; the others come back after a computation that waits for nothing.
-
-    Attributes:
-        large_bytes: Length of the large pieces. Longer bodies are sent in parts.
     """
 
     def __init__(self, outbox: Outbox) -> None:
@@ -65,7 +55,8 @@ class StagingPool:
             start, length = layout.piece(number)
             array = np.frombuffer(outbox.view[start : start + length], np.uint8)
             pieces.append(Piece(number, array, large=number >= layout.small_pieces))
-        self.large_bytes, self._small_bytes = layout.large_bytes, layout.small_bytes
+        self.large_bytes = layout.large_bytes  #: Length of the large pieces. Longer bodies are sent in parts.
+        self._small_bytes = layout.small_bytes
         self._small = [piece for piece in pieces if not piece.large]
         self._large = [piece for piece in pieces if piece.large]
         self._out: deque[Piece] = deque()

@@ -104,27 +104,23 @@ class _Loans:
 
 @final
 class OutgoingRing:
-    """The entries that this rank writes for one peer.
-
-    Attributes:
-        published: Number of entries written so far.
-        blocked: Whether the last ``send`` stopped for want of room.
-        unfinished: A message of which only a part has left, and what of its body has not; otherwise ``None``.
-        loans: Messages whose bodies the peer reads in this rank's arena.
-    """
+    """The entries that this rank writes for one peer."""
 
     def __init__(
         self, peer: int, indices: tuple[int, int], outbox: Outbox, mapping: Mapping, pool: StagingPool, bell: Doorbell
     ) -> None:
         """Make the ring; for the arguments see ``ShmConnection``."""
         own, other = indices
-        self.published, self.blocked = 0, False
+        self.published = 0  #: Number of entries written so far.
+        self.blocked = False  #: Whether the last ``send`` stopped for want of room.
+        #: A message of which only a part has left, and what of its body has not; otherwise ``None``.
         self.unfinished: tuple[Outgoing, memoryview] | None = None
         self._peer, self._pool, self._bell, self._order = peer, pool, bell, bell.fences.order
         self._mine, self._theirs = _block(outbox, own, other), _block(mapping, other, own)
         self._slots, self._inline_bytes = outbox.layout.slots, outbox.layout.inline_bytes
         self._entries = _entries(outbox, own, other)
         self._arena = outbox.arena
+        #: Messages whose bodies the peer reads in this rank's arena.
         self.loans = _Loans(self._theirs, outbox.layout.pieces, self._order)
 
     @property
@@ -235,17 +231,14 @@ class _Lease:
 
 @final
 class IncomingRing:
-    """The entries that one peer writes for this rank. One thread at a time, except for ``give_back``.
-
-    Attributes:
-        consumed: Number of entries read so far.
-    """
+    """The entries that one peer writes for this rank. One thread at a time, except for ``give_back``."""
 
     def __init__(self, peer: int, indices: tuple[int, int], outbox: Outbox, mapping: Mapping, bell: Doorbell) -> None:
         """Make the ring; for the arguments see ``ShmConnection``."""
         own, other = indices
         layout = mapping.layout
-        self.consumed, self._seen = 0, 0
+        self.consumed = 0  #: Number of entries read so far.
+        self._seen = 0
         self._peer, self._bell, self._order = peer, bell, bell.fences.order
         self._mine, self._theirs, self._view = _block(outbox, own, other), _block(mapping, other, own), mapping.view
         self._slots, self._inline_bytes = layout.slots, layout.inline_bytes

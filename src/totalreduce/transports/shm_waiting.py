@@ -59,16 +59,13 @@ class Neighbour(Protocol):
 
 @final
 class Doorbell:
-    """A peer's bell.
-
-    Attributes:
-        fences: The fences of this machine.
-        owed: Whether something was published since the last ``ring_if_owed``. For the thread that moves messages.
-    """
+    """A peer's bell."""
 
     def __init__(self, fd: int, words: memoryview, fences: Fences) -> None:
         """Take over the event counter ``fd``; ``words`` are those of the peer's memory."""
-        self.fences, self.owed = fences, False
+        self.fences = fences  #: The fences of this machine.
+        #: Whether something was published since the last ``ring_if_owed``. For the thread that moves messages.
+        self.owed = False
         self._full, self._words = fences.full, words
         self._fd, self._lock, self._woken = fd, threading.Lock(), 0
 

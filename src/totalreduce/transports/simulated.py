@@ -63,14 +63,7 @@ class _Links(dict[tuple[int, int], _Link]):
 
 @final
 class SimulatedNetwork:
-    """All ranks, all links and the clock.
-
-    Attributes:
-        now: Virtual time in seconds.
-        hosts: The ranks' hosts; ``None``: messages take no processor time, and every link has a bandwidth of its own.
-        carries: Whether bodies are carried. If not, long ones take their time, and memory is left as it is.
-        trace: (time, event, rank, peer, bytes) of all events, for comparing two runs.
-    """
+    """All ranks, all links and the clock."""
 
     def __init__(
         self,
@@ -101,14 +94,19 @@ class SimulatedNetwork:
             hosts: The hosts. With them, links have a latency only: the network cards have the bandwidth.
             carries: As the attribute.
         """
-        self.world_size, self.now = world_size, 0.0
+        self.world_size = world_size
+        self.now = 0.0  #: Virtual time in seconds.
         self.random = random.Random(seed)
+        #: (time, event, rank, peer, bytes) of all events, for comparing two runs.
         self.trace: list[tuple[float, str, int, int, int]] = []
         self._silence_s, self._reset_s = silence_s, reset_s
         model, models = default or LinkModel(), links or {}
         #: The links of all but bulk, and those of bulk. Made at the first use: a thousand ranks have a million links.
         self._links = tuple(_Links(lambda pair: _Link(models.get(pair, model))) for _ in range(2))
-        self._one_port, self._traced, self.carries = one_port, traced, carries
+        self._one_port, self._traced = one_port, traced
+        #: Whether bodies are carried. If not, long ones take their time, and memory is left as it is.
+        self.carries = carries
+        #: The ranks' hosts; ``None``: messages take no processor time, and every link has a bandwidth of its own.
         self.hosts = None if hosts is None else SimulatedHosts(self, hosts)
         self._depth = 1 if hosts is None else _DEPTH_WITH_HOSTS
         self._sending: set[int] = set()

@@ -193,17 +193,13 @@ class Thread:
 
 @final
 class _Card:
-    """One direction of a network card, which carries one message at a time.
-
-    Attributes:
-        busy_s: The seconds in which it has carried something.
-        num_bytes: The bytes that it has carried.
-    """
+    """One direction of a network card, which carries one message at a time."""
 
     def __init__(self, clock: Clock, bytes_per_s: float, burst_bytes: int) -> None:
         self._clock, self._bytes_per_s, self._burst_s = clock, bytes_per_s, burst_bytes / bytes_per_s
         self._free_at = 0.0
-        self.busy_s, self.num_bytes = 0.0, 0
+        self.busy_s = 0.0  #: The seconds in which it has carried something.
+        self.num_bytes = 0  #: The bytes that it has carried.
 
     def carry(self, num_bytes: int, began_at: float) -> float:
         """Return when the last byte has passed; the first one came at ``began_at`` or as soon as the card is free.

@@ -122,30 +122,24 @@ class _Sender:
 
 @final
 class _Pair:
-    """All that is on its way between this rank and one peer. Callers hold the wire's lock; all may raise ``ENDED``.
-
-    Attributes:
-        peer: Rank of the peer.
-        failed: Whether the connection has failed.
-        sender: The direction to the peer.
-        heads: Heads that were taken out of their slots, and whether a body follows: at most ``_WINDOW``.
-        body_is_here: Whether the body of the oldest head is complete.
-    """
+    """All that is on its way between this rank and one peer. Callers hold the wire's lock; all may raise ``ENDED``."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
-        self.peer, self._group = peer, group
-        self.failed = False
-        self.sender = _Sender(group, peer)
+        self.peer = peer  #: Rank of the peer.
+        self._group = group
+        self.failed = False  #: Whether the connection has failed.
+        self.sender = _Sender(group, peer)  #: The direction to the peer.
         self._slots = [np.zeros(_SLOT_BYTES // 8, np.int64) for _ in range(_SLOTS)]
         self._receives = [_receive(group, peer, slot.view(np.uint8), _SLOT_TAG) for slot in self._slots]
         self._slots_read = 0
         self._ended: Exception | None = None  #: Why nothing more can be received.
+        #: Heads that were taken out of their slots, and whether a body follows: at most ``_WINDOW``.
         self.heads: deque[tuple[memoryview, bool]] = deque()
         #: The operations that receive a body and the number behind it.
         self._body: tuple[Any, Any] | None = None
         self._end = np.zeros(1, np.int64)
         self._bodies_begun = 0
-        self.body_is_here = False
+        self.body_is_here = False  #: Whether the body of the oldest head is complete.
         self._released = 0  #: Number of messages that this rank has released.
         self._reported = 0  #: How many of them the peer knows to be released.
 
