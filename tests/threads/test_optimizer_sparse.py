@@ -156,10 +156,7 @@ def test_gradients_are_applied_or_kept_back(world_size: int, name: str) -> None:
     ],
 )
 def test_buckets_are_as_large_as_each_other(millions: tuple[float, ...], buckets: list[float]) -> None:
-    specs = [
-        ParameterSpec.of("p", (), torch.empty(round(million * 1000), 1000, device="meta"), any_device=True)
-        for million in millions
-    ]
+    specs = [ParameterSpec.of("p", (), torch.empty(round(million * 1000), 1000, device="meta")) for million in millions]
     plan = CompressedPlan.of([], specs, ErrorFeedback(), whole=False)
     assert [shape.num_elements for shape in plan.shapes()] == [round(size * 1_000_000) for size in buckets]
 

@@ -150,7 +150,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
 
     Raises:
         ConfigurationError: A ``ValueError``. Parameters without a name, names given twice; settings that make no sense.
-        UnsupportedError: A parameter that is complex, or on a device that the transport cannot read.
+        UnsupportedError: A parameter that is complex.
         PlanMismatchError: The ranks' models or settings differ; on every rank.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):

@@ -9,7 +9,8 @@ gradients are views of a second tensor of the parameters' dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,9 +18,9 @@ import torch
 from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
 from totalreduce.pytorch.tail import Tail, TailLayout
 from totalreduce.tensors.modes import outside_inference_mode, version_of
-from totalreduce.tensors.work import Work
+from totalreduce.tensors.work import Work, host_copy_of
 
-__all__ = ["Bucket", "BucketSpec", "ParameterSpec", "WireFormat", "plan_buckets"]
+__all__ = ["Bucket", "BucketSpec", "ParameterSpec", "WireFormat", "device_labels", "plan_buckets"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,24 +34,15 @@ class ParameterSpec:
     dtype: str  #: The name of its dtype without ``torch.``.
     num_elements: int  #: The product of the shape.
     itemsize: int  #: Bytes of one element.
-    device: str = "cpu"  #: The kind of its device.
+    device: str = ""  #: What tells its device from those of other parameters, equal on all ranks (``device_labels``).
 
     @classmethod
-    def of(
-        cls, name: str, aliases: Sequence[str], parameter: torch.Tensor, *, any_device: bool = False
-    ) -> ParameterSpec:
+    def of(cls, name: str, aliases: Sequence[str], parameter: torch.Tensor, device: str = "") -> ParameterSpec:
         """Describe a parameter.
 
         Raises:
-            UnsupportedError: The gradient cannot be reduced: it is complex, not of a floating type, or not on the CPU.
-                With ``any_device`` it may be elsewhere, because a native library carries the reductions out.
+            UnsupportedError: The gradient cannot be reduced: it is complex, or not of a floating type.
         """
-        if parameter.device.type != "cpu" and not any_device:
-            raise UnsupportedError(
-                f"parameter {name!r} is on {parameter.device}: this group's transport reads CPU memory only. Move the "
-                "model to the CPU. Or call torch.distributed.init_process_group('nccl'), or 'totalreduce', before the "
-                "group is made, and tr.init(transport='torch'), which hvd.init() chooses by itself."
-            )
         if not parameter.dtype.is_floating_point:
             raise UnsupportedError(
                 f"parameter {name!r} has dtype {parameter.dtype}: only real floating types are synchronised. "
@@ -68,7 +60,7 @@ class ParameterSpec:
             dtype=str(parameter.dtype).removeprefix("torch."),
             num_elements=parameter.numel(),
             itemsize=parameter.element_size(),
-            device=parameter.device.type,
+            device=device,
         )
 
     @property
@@ -94,11 +86,29 @@ class ParameterSpec:
             "dtype": self.dtype,
             "stride": list(self.stride),
         }
-        if self.device != "cpu":
+        if self.device:
             document["device"] = self.device
         if self.aliases:
             document["aliases"] = list(self.aliases)
         return document
+
+
+def device_labels(tensors: Iterable[torch.Tensor], *, native: bool = False) -> dict[torch.device, str]:
+    """Return labels for the devices of tensors, equal on all ranks although the devices' indices differ.
+
+    The engine sees host memory only, so the label is a device's number in the order of the tensors; the first one has
+    none. With ``native``, for a library that works on the devices themselves, it is the kind of the device, too.
+    """
+    labels: dict[torch.device, str] = {}
+    numbers: Counter[str] = Counter()
+    for tensor in tensors:
+        device = tensor.device
+        if device not in labels:
+            kind = device.type if native and device.type != "cpu" else ""
+            number = numbers[kind]
+            numbers[kind] += 1
+            labels[device] = f"{kind}{number or ''}"
+    return labels
 
 
 def _is_dense(parameter: torch.Tensor) -> bool:
@@ -122,7 +132,7 @@ class BucketSpec:
     members: tuple[int, ...]  #: Indices of the parameters, in the order of their gradients in memory.
     num_elements: int  #: Number of elements of the gradients, without the tail.
     num_buckets: int  #: In the last bucket of the plan the number of the plan's buckets; 0 in the others.
-    device: str = "cpu"  #: The kind of device of all its parameters.
+    device: str = ""  #: The device of all its parameters, as in their descriptions.
 
 
 def plan_buckets(parameters: Sequence[ParameterSpec], bucket_bytes: int) -> tuple[BucketSpec, ...]:
@@ -350,6 +360,13 @@ class Bucket:
             "DistributedOptimizer, or call its replan() on every rank afterwards."
         )
 
+    def wait(self) -> None:
+        """Wait for the reduction; then ``tail`` has the flags of all ranks. Errors as of ``Work.wait``."""
+        assert self.work is not None, "the round was closed, so every bucket was submitted"
+        self.work.wait()
+        copy = host_copy_of(self.work)
+        self.tail.read(None if copy is None else copy[self.spec.num_elements :])
+
     def complete(self, factor: float) -> None:
         """Wait for the reduction, bring the gradients to the parameters' dtype, and multiply them by the factor.
 
@@ -357,8 +374,7 @@ class Bucket:
         """
         if self._complete:
             return
-        assert self.work is not None, "the round was closed, so every bucket was submitted"
-        self.work.wait()
+        self.wait()
         self._complete = True
         memory = self._memory
         if memory.slots is not memory.views:

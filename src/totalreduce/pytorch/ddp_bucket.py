@@ -61,7 +61,7 @@ class BucketLayout:
         end = 0
         for parameter in parameters:
             begin, end = end, end + parameter.numel()
-            spec = ParameterSpec.of("of a bucket", (), parameter, any_device=True)
+            spec = ParameterSpec.of("of a bucket", (), parameter)
             (compressed if feedback.compresses(spec.shape) else dense).append(
                 _Stretch(parameter, begin, end, spec.matrix)
             )

@@ -432,7 +432,7 @@ class SparseHookState:
     def _plan(self, model: torch.nn.Module) -> CompressedPlan:
         """Return the compressed parameters, in registration order."""
         described = [
-            (parameter, ParameterSpec.of(name, (), parameter, any_device=True))
+            (parameter, ParameterSpec.of(name, (), parameter))
             for name, parameter in _inner(model).named_parameters()
             if parameter.requires_grad
         ]

@@ -168,8 +168,7 @@ class DistributedOptimizer(CompressingOptimizer):
 
     Raises:
         ConfigurationError: A setting is wrong, or model and optimizer do not fit together.
-        UnsupportedError: A subclass of ``ConfigurationError``: a parameter is complex, or is on a device that the
-            group's transport cannot read.
+        UnsupportedError: A subclass of ``ConfigurationError``: a parameter is complex.
         PlanMismatchError: The ranks' models or settings differ, or another rank cannot make a plan. Every rank raises
             it, except one that raises its own ``ConfigurationError``.
         DeadlineExceededError: The ranks did not compare their plans within the group's ``timeout_s``, for instance
@@ -355,8 +354,7 @@ class DistributedOptimizer(CompressingOptimizer):
                 is trainable; or one is not in the model, not initialised, or synchronised by another
                 ``DistributedOptimizer``.
             UnsupportedError: A subclass of ``ConfigurationError``: this rank has no plan because a parameter is
-                complex, or is on a device that the group's transport cannot read. Correct that and call ``replan()``
-                again.
+                complex. Correct that and call ``replan()`` again.
             DeadlineExceededError: A wait exceeded the group's ``timeout_s``. If gradients in flight did not arrive in
                 time, repeat the call: until it returns, calls that use gradients may raise ``ConfigurationError``. If
                 the ranks did not compare their plans in time, only ``close()`` is possible: other collective calls

@@ -12,11 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from totalreduce.foundation import checks
-from totalreduce.foundation.errors import ConfigurationError
+from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.agreement import agree_or_refuse
 from totalreduce.groups.group import Group
-from totalreduce.pytorch.buckets import BucketSpec, ParameterSpec, plan_buckets
+from totalreduce.pytorch.buckets import BucketSpec, ParameterSpec, device_labels, plan_buckets
 from totalreduce.pytorch.buffers import BufferMode
 from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback
 from totalreduce.pytorch.hooks import has_weak_hook
@@ -273,7 +273,7 @@ def agree_on_plan(
             settings,
             sparse=source.sparse(),
             uncompressed=uncompressed,
-            any_device=group.coordinator is not None,
+            native=group.coordinator is not None,
         )
 
     if not compares:
@@ -288,17 +288,18 @@ def build_plan(
     *,
     sparse: Collection[torch.Tensor] = (),
     uncompressed: Collection[str] = (),
-    any_device: bool = False,
+    native: bool = False,
 ) -> GradientPlan:
     """Plan the gradients of the optimizer's trainable parameters. Purely local.
 
     The gradients of parameters that the optimizer does not hold stay local. ``names`` has an order that is equal on all
-    ranks; ``uncompressed`` are the names of parameters that are not compressed, whatever the settings say.
+    ranks; ``uncompressed`` are the names of parameters that are not compressed, whatever the settings say; ``native``:
+    a native library reduces.
 
     Raises:
         ConfigurationError: A parameter is not in the model, is uninitialised, or is already synchronised by
             another ``DistributedOptimizer``; or there is nothing to train.
-        UnsupportedError: A gradient would be sparse, complex, or where the group cannot read it.
+        UnsupportedError: A gradient would be sparse or complex, or a parameter has no memory.
     """
     given = [parameter for group in groups for parameter in group["params"]]
     strangers = [parameter for parameter in given if parameter not in names]
@@ -314,6 +315,7 @@ def build_plan(
         raise ConfigurationError(
             "no parameter of the optimizer is trainable: nothing to synchronise. Set requires_grad first."
         )
+    labels = device_labels(chosen, native=native)
     gathered: dict[str, torch.nn.Parameter] = {}
     compressed: dict[torch.nn.Parameter, ParameterSpec] = {}
     dense: dict[torch.nn.Parameter, ParameterSpec] = {}
@@ -323,7 +325,7 @@ def build_plan(
         if settings.sparse == "gather" and parameter in sparse:
             gathered[name] = parameter
             continue
-        spec = ParameterSpec.of(name, aliases, parameter, any_device=any_device)
+        spec = ParameterSpec.of(name, aliases, parameter, labels[parameter.device])
         compresses = settings.sync is not None and settings.feedback.compresses(spec.shape)
         (compressed if compresses and name not in uncompressed else dense)[parameter] = spec
     return GradientPlan(
@@ -347,6 +349,10 @@ def _refuse_unusable(name: str, parameter: torch.nn.Parameter) -> None:
         raise ConfigurationError(
             f"parameter {name!r} is not initialised yet: run one forward pass of its lazy module before "
             "building DistributedOptimizer."
+        )
+    if parameter.is_meta:
+        raise UnsupportedError(
+            f"parameter {name!r} is on meta and has no values: move the model with .to_empty(device=…)"
         )
     if has_weak_hook(parameter):
         raise ConfigurationError(

@@ -327,8 +327,7 @@ class Reducer(GradientReducer):
     def _resubmit_changed(self) -> None:
         """Wait for the last bucket, and send the buckets again that changed on any rank after they had left."""
         last = self.buckets[-1]
-        assert last.work is not None, "the round was closed, so the last bucket was submitted"
-        last.work.wait()
+        last.wait()
         if last.tail.are_in_different_rounds():
             raise ConfigurationError(
                 "since the last step() some ranks have called backward() more often than others, and their gradients "

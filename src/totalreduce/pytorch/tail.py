@@ -63,7 +63,15 @@ class Tail:
 
     def __init__(self, memory: torch.Tensor, layout: TailLayout) -> None:
         self._memory, self._layout = memory, layout
-        self._present, self._absent, self._changed, self._joined, self._turn = memory.split_with_sizes(layout.sizes)
+        #: The flags after the reduction: in ``memory``, or in a copy of it in host memory.
+        self._read = memory.split_with_sizes(layout.sizes)
+
+    def read(self, copy: torch.Tensor | None) -> None:
+        """After the reduction, take the flags from a copy of the memory if there is one: no stream has to end first."""
+        memory = self._memory if copy is None else copy.clone()
+        if not memory.is_cpu:
+            memory = memory.cpu()
+        self._read = memory.split_with_sizes(self._layout.sizes)
 
     def write(
         self,
@@ -84,20 +92,21 @@ class Tail:
             again: This rank has finished a round since its last step.
         """
         # An index or a value from the host empties an accelerator's queue, so they are used only where necessary.
+        present, absent, differing, without_data, turn = self._memory.split_with_sizes(self._layout.sizes)
         self._memory.zero_()
-        self._present.fill_(1)
+        present.fill_(1)
         if missing:
-            self._present[list(missing)] = 0
+            present[list(missing)] = 0
             if self._layout.reports_absence and not joined:
-                self._absent[list(missing)] = 1
+                absent[list(missing)] = 1
         if changed:
-            self._changed[list(changed)] = 1
+            differing[list(changed)] = 1
         if self._layout.num_ranks:
-            (self._joined[rank] if joined else self._turn[int(again)]).fill_(1)
+            (without_data[rank] if joined else turn[int(again)]).fill_(1)
 
     def present(self) -> list[bool]:
         """Return, after the reduction, for every parameter whether some rank had a gradient."""
-        return (self._present.cpu() != 0).tolist()
+        return (self._read[0] != 0).tolist()
 
     def missing(self) -> list[bool]:
         """Return, after the reduction, for every parameter whether some but not all ranks with data had a gradient.
@@ -106,16 +115,16 @@ class Tail:
         """
         if not self._layout.reports_absence:
             return [False] * self._layout.num_parameters
-        return ((self._present.cpu() != 0) & (self._absent.cpu() != 0)).tolist()
+        return ((self._read[0] != 0) & (self._read[1] != 0)).tolist()
 
     def changed(self) -> list[int]:
         """Return, after the reduction of the last bucket, the buckets that changed on some rank, in ascending order."""
-        return self._changed.cpu().nonzero().flatten().tolist()
+        return self._read[2].nonzero().flatten().tolist()
 
     def joined(self) -> list[int]:
         """Return, after the reduction of the last bucket, the ranks that took part without data, in ascending order."""
-        return self._joined.cpu().nonzero().flatten().tolist()
+        return self._read[3].nonzero().flatten().tolist()
 
     def are_in_different_rounds(self) -> bool:
         """Whether, after the reduction of the last bucket, some rank is in its first round of a step, and some not."""
-        return bool((self._turn.cpu() != 0).all())
+        return bool((self._read[4] != 0).all())

@@ -248,10 +248,14 @@ class StagedTensors:
     In this order: ``host`` for each tensor; ``begin``, ``copy`` and ``end_copies`` in the thread that submits the
     operation; ``await_copies`` in the stager; ``copy`` and ``end_results`` in the thread that finds the end;
     ``let_stream_wait`` in each thread that waits. An operation that is repeated begins again with ``begin``.
+
+    Attributes:
+        first: The host memory of the first tensor.
     """
 
     def __init__(self, staging: Staging, name: str) -> None:
         self._staging, self._name = staging, name
+        self.first: torch.Tensor | None = None
         self._slots: list[_Slot] = []
         self._spans: dict[torch.device, list[tuple[int, int]]] = {}
         self._written: dict[torch.device, list[tuple[int, int]]] = {}
@@ -278,7 +282,10 @@ class StagedTensors:
         self._spans.setdefault(device, []).append(span)
         if writes:
             self._written.setdefault(device, []).append(span)
-        return slot.memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        memory = slot.memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        if self.first is None:
+            self.first = memory
+        return memory
 
     def uses(self, tensor: torch.Tensor, span: tuple[int, int]) -> None:
         """Note a tensor that is only copied, into host memory of another one."""

@@ -12,8 +12,9 @@ from totalreduce.engine.operation import Operation
 from totalreduce.foundation import checks
 from totalreduce.foundation.types import OpKind
 from totalreduce.tensors.compilation import never_compiled
+from totalreduce.tensors.staging import StagedHandle
 
-__all__ = ["PendingOperation", "Waiter", "Work", "operation_of", "when_all_done"]
+__all__ = ["PendingOperation", "Waiter", "Work", "host_copy_of", "operation_of", "when_all_done"]
 
 
 class PendingOperation(Protocol):
@@ -125,6 +126,15 @@ class Work:
 def operation_of(work: Work) -> Operation | None:
     """Return the engine's operation of a handle; ``None`` before it is known, and for a native library."""
     return work._handle.operation
+
+
+def host_copy_of(work: Work) -> torch.Tensor | None:
+    """Return the host memory from which the result of one tensor on an accelerator is copied, after ``wait``.
+
+    ``None``: there is none. The next operation may overwrite it.
+    """
+    handle = work._handle
+    return handle.tensors.first if isinstance(handle, StagedHandle) and handle.tensors is not None else None
 
 
 def when_all_done(works: Sequence[Work], callback: Callable[[], None], *, or_failed: bool = False) -> None:

@@ -61,7 +61,7 @@ def test_without_an_option_buckets_are_those_of_the_optimizer(count, monkeypatch
     assert parameters.count == count
     edges = parameters.edges
     weight = torch.nn.Parameter(torch.empty(count, device="meta"))
-    spec = ParameterSpec.of("weight", (), weight, any_device=True)
+    spec = ParameterSpec.of("weight", (), weight)
     plan = CompressedPlan.of([weight], [spec], ErrorFeedback(), whole=False)
     sizes = [sum(part.end - part.begin for part in bucket) for bucket in plan.buckets]
     assert len(edges) - 1 == len(sizes)

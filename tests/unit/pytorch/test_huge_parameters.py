@@ -22,7 +22,7 @@ def test_more_elements_than_an_index_can_count(bucket_elements: int | None) -> N
     """Takes 17 GiB: the gradient, and as much for what is applied."""
     n = ROWS * COLUMNS
     parameter = torch.nn.Parameter(torch.empty(ROWS, COLUMNS, device="meta"))
-    spec = ParameterSpec.of("huge", (), parameter, any_device=True)
+    spec = ParameterSpec.of("huge", (), parameter)
     plan = CompressedPlan.of([parameter], [spec], ErrorFeedback(bucket_elements=bucket_elements), whole=False)
     parts = [part for bucket in plan.buckets for part in bucket]
     assert parts[0].begin == 0

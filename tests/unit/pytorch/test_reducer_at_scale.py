@@ -31,7 +31,7 @@ class World:
         self.submitted.setdefault(index, []).append(tensor)
         if len(self.submitted[index]) == self.world_size:
             self.reduce(self.submitted.pop(index), op)
-        return SimpleNamespace(wait=lambda: None)
+        return SimpleNamespace(_handle=None, wait=lambda: None)
 
     def reduce(self, tensors, op):
         if self.native:
@@ -64,7 +64,7 @@ class World:
 
     def allreduce(self, tensor, *, name, op, priority):
         """Of who lacks a gradient: as if the other ranks had all they should."""
-        return SimpleNamespace(wait=lambda: tensor)
+        return SimpleNamespace(_handle=None, wait=lambda: tensor)
 
 
 def memory(tensor):
