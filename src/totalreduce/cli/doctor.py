@@ -76,7 +76,7 @@ def doctor(
         return
     if environment.read_world().world_size > 1:
         if ranks is not None or emulate_hosts is not None:
-            raise ConfigurationError("-n and --emulate-hosts start workers, but this is a job of several ranks already")
+            raise ConfigurationError("this job has several ranks already: leave out -n and --emulate-hosts")
         from totalreduce.cli.doctor_worker import examine
 
         document = examine(transport)

@@ -143,7 +143,7 @@ def _command(script: str, arguments: list[str], *, module: bool, no_python: bool
         raise ConfigurationError("--module and --no-python exclude each other")
     if no_python:
         if shutil.which(script) is None:
-            raise ConfigurationError(f"no executable {script!r}")
+            raise ConfigurationError(f"{script!r} is no executable in the PATH: write its path, such as ./{script}")
         return [script, *arguments]
     path = Path(script)
     if module:

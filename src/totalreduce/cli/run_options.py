@@ -402,7 +402,7 @@ def _per_node(num_workers: int | None, per_node: str | None, node: NodeOptions |
             return num_workers
         if num_workers is not None:
             raise ConfigurationError(
-                f"-n {num_workers} is a number of workers of all machines: write --nproc-per-node with --nnodes"
+                f"-n {num_workers} counts the workers of all machines: with --nnodes, write --nproc-per-node instead"
             )
         return node.count
     if num_workers is not None:
@@ -423,7 +423,7 @@ def _show_event(event: dict[str, Any], *, file: ReportWriter | None, note: Note)
 def _without_servers(num_ranks: int, num_servers: int, what: str) -> int:
     """Return how many of the ranks are workers."""
     if num_ranks <= num_servers:
-        raise ConfigurationError(f"{num_servers} servers leave none of {num_ranks} {what} for a worker")
+        raise ConfigurationError(f"{num_servers} servers take all of {num_ranks} {what}, and a job needs a worker")
     return num_ranks - num_servers
 
 

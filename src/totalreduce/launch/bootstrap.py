@@ -221,11 +221,11 @@ def _check_servers(num_servers: int, world_size: int, name: str) -> None:
     """Refuse a group that the ranks that only serve do not join: they call ``init`` without arguments."""
     launched = environment.read_world().world_size
     if not num_servers < launched:
-        raise ConfigurationError(f"TOTALREDUCE_SERVERS={num_servers} leaves no worker of {launched} ranks")
+        raise ConfigurationError(f"TOTALREDUCE_SERVERS={num_servers} of {launched} ranks: a job needs a worker, too")
     if world_size != launched:
         raise ConfigurationError(
-            f"{num_servers} of {launched} ranks only serve (--servers), and take no part in torch.distributed or MPI, "
-            "which tr.init() would use here: call tr.init() in a program without them, or start without --servers"
+            f"tr.init() would use torch.distributed or MPI here, in which {num_servers} of {launched} ranks, which "
+            "only serve (--servers), take no part: call it in a program that uses neither, or start without --servers"
         )
     if name != "default":
         raise ConfigurationError(
