@@ -3,7 +3,7 @@
 A cycle of one rank::
 
     (idle) ── news here, or a message of the next cycle ──> VOTE
-    VOTE     status bits (inverted, so that *and* finds what holds on any rank) and one bit per cached operation
+    VOTE     one bit per cached operation, and status bits. *and* combines all; status bits are inverted before
       ├── invalid on some rank ──> INVALID   *or* of the entries that are out of date; every rank erases them
       ├── uncached on some rank ─> GATHER    requests go up the tree, responses come down
       └── else ──────────────────> OVER      operations that all ranks have are carried out without further messages
@@ -181,7 +181,7 @@ class Cycles:
             self._conclude(cycle, [])
 
     def _erase(self, cycle: _Cycle) -> None:
-        """Erase the entries that are out of date on some rank; ask rank 0 where this rank has hit such an entry."""
+        """Erase the entries that are out of date on some rank. Requests that have hit one of them go to rank 0."""
         self._counters.invalid += cycle.bits.bit_count()
         erased = [self._cache.peek(bit).name for bit in bits_of(cycle.bits)]
         self._cache.erase(cycle.bits)
@@ -216,7 +216,8 @@ class Cycles:
     def _own_requests(self, cycle: _Cycle) -> RankRequests:
         """Return the requests that this rank sends in this cycle."""
         requests = requests_of_cycle(cycle.uncached, self._topology.world_size)
-        if self._timer.has_news or len(requests) < len(cycle.uncached):
+        have_all_room = len(requests) == len(cycle.uncached)
+        if self._timer.has_news or not have_all_room:  # what is left over goes with the next cycle
             self._timer.require_cycle()
         self._counters.misses += len(requests)
         self._submissions.send(requests)
@@ -240,7 +241,7 @@ class Cycles:
         self._conclude(cycle, new)
 
     def _check(self, new: Sequence[Response], *, lends: bool) -> None:
-        """Check that every response belongs to an operation that this rank waits for, or lends zeros to."""
+        """Check that this rank waits for the operation of every response, or takes part with zeros (``lends``)."""
         names = [response.name for response in new]
         if len(set(names)) != len(names):
             raise ProtocolError("two responses to one request")
@@ -267,7 +268,7 @@ class Cycles:
         cycle.phase = _Phase.OVER
 
     def _respond(self, responses: list[Response]) -> None:
-        """Hand responses over; the list itself if no other responses wait, because ``fuse`` recognises it."""
+        """Hand responses over. If no others wait, hand the list itself: the executor keeps how it was fused last."""
         self._submissions.agree(responses)
         self.agreed += len(responses)
         self._responses = self._responses + responses if self._responses else responses

@@ -18,8 +18,7 @@ def fuse(responses: Iterable[Response], threshold_bytes: int) -> list[list[Respo
     """Cut responses into batches, each of which one native operation carries out. The same on every rank.
 
     The most urgent responses come first; responses of one priority keep their order. Less urgent responses join the
-    batch of a more urgent one if they fit: a bucket's priority differs from its neighbour's, and small tensors of
-    different priorities are to share a batch still.
+    batch of a more urgent one if they fit: every bucket has a priority of its own, and small ones are to share a batch.
 
     A batch begins with the first response that is left, and takes later ones of the same ``Response.fusion_key``, up to
     ``threshold_bytes``. Other responses keep their places. The search ends when the batch and the responses that were

@@ -26,7 +26,7 @@ class CycleInbox:
         self.number = 0  #: The number of this rank's cycle under way, or of the next one.
         self.is_idle = True  #: Whether no cycle is under way on this rank.
         self._topology, self._allowances, self._cache = topology, allowances, cache
-        #: By cycle, kind and sender: the body. A rank votes once for this rank in a cycle (``Topology``).
+        #: By cycle, kind and sender: the body. A rank sends one vote at most to this rank in a cycle (``Topology``).
         self._messages: dict[tuple[int, Kind, int], Any] = {}
         self._begun = -1  #: The latest cycle that another rank has announced by ``Kind.BEGIN``.
 
@@ -38,14 +38,16 @@ class CycleInbox:
                 raise ProtocolError(f"rank {peer} begins cycle {cycle}; this rank is in {self.number}")
             self._begun = max(self._begun, cycle)
             return
-        if not 0 <= ahead <= 1 or (ahead and self.is_idle) or (kind is not Kind.VOTE and (ahead or self.is_idle)):
+        # In a cycle, votes of the next one may come, too. Before a cycle, only its votes may come.
+        ahead_max = (1 if kind is Kind.VOTE else 0) - (1 if self.is_idle else 0)
+        if not 0 <= ahead <= ahead_max:
             raise ProtocolError(f"rank {peer} says {kind.name} in cycle {cycle}; this rank is in {self.number}")
         if not self._may_send(peer, kind, round_):
             raise ProtocolError(f"rank {peer} says {kind.name} in round {round_}, which is another rank's part")
         key = cycle, kind, peer
         if key in self._messages:
             raise ProtocolError(f"rank {peer} says {kind.name} twice in cycle {cycle}")
-        # A message is read at once, so that the rank that has sent a wrong one is the one that is refused.
+        # A message is read at once, so that the error is raised for the rank that has sent it.
         self._messages[key] = self._read(peer, kind, body)
 
     @property

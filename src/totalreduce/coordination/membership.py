@@ -41,8 +41,9 @@ class Membership:
         self.is_joining, self._is_announced, self.last_joined = True, False, None
 
     def announce(self) -> bool:
-        """Return whether the requests of this cycle tell rank 0 that this rank has joined."""
-        announces, self._is_announced = self.must_announce, self.is_joining
+        """Return whether the requests of this cycle must tell rank 0 that this rank has joined; note that they do."""
+        announces = self.must_announce
+        self._is_announced = self.is_joining
         return announces
 
     def update(self, joined: Sequence[int], world_size: int) -> bool:

@@ -139,7 +139,7 @@ class Negotiator:
         """
         self.membership.departed.setdefault(peer, Departure(reason, now, carried_out))
         if not self.cycles.inbox.is_idle and self.ended is None:
-            # The lost rank would have drawn others into this cycle. A rank that waits for their votes must begin it.
+            # Other ranks may not know of this cycle yet, because the rank that has left passes no votes on.
             self._sender.send_to_all(encode(Kind.BEGIN, self.cycles.inbox.number))
         self._run(now)
 
@@ -151,7 +151,7 @@ class Negotiator:
             return None
         due = self._stalls.next_due(self.submissions.waiting)
         cycle_due = self.timer.due_at if self.cycles.inbox.is_idle else None
-        return cycle_due if due is None or (cycle_due is not None and cycle_due < due) else due
+        return min((each for each in (due, cycle_due) if each is not None), default=None)
 
     def tick(self, now: float) -> None:
         """Begin a cycle that was put off; look for operations that wait too long."""

@@ -88,9 +88,8 @@ class StallInspector:
         self._next_question = 0.0
         #: By name: the ranks that were missing, and the silent ones, when this rank asked last.
         self._missing: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        self._late_here: dict[
-            str, Stall
-        ] = {}  #: Operations that another rank waits for, and this one has not submitted.
+        #: Operations that another rank waits for, and this one has not submitted.
+        self._late_here: dict[str, Stall] = {}
 
     def next_due(self, waiting: Mapping[str, WaitingOperation]) -> float | None:
         """Return the time at which there may be something to do."""
@@ -114,10 +113,11 @@ class StallInspector:
         late = [entry for entry in waiting if now >= entry.since + self._warning_s][:_NAMES_MAX]
         if not late:
             return []
-        # The next question comes after twice the time: a log must not fill with one stall.
+        # The next question comes after twice the time, because a log must not fill with one stall; but in time for the
+        # error that ends the agreement to name the missing ranks.
         self._next_question = now + max(self._warning_s, now - late[0].since)
         last = late[0].since + self._abort_s - 2 * _ANSWER_S
-        if self._abort_s > 0 and now < last:  # but the error that ends the agreement must name the missing ranks
+        if self._abort_s > 0 and now < last:
             self._next_question = min(self._next_question, last)
         self._inquiry = _Inquiry(now, [entry.request.name for entry in late])
         return [[entry.request.name, round(now - entry.since, 3), str(entry.where)] for entry in late]

@@ -29,8 +29,8 @@ class Submissions:
         #: By name, the oldest first: operations on which the ranks have not agreed.
         self.waiting: dict[str, WaitingOperation] = {}
         self.unsent: dict[str, Request] = {}  #: By name: the requests of these operations that rank 0 does not have.
-        self._hits = 0  #: Bits of the unsent requests, if the cache has all of them ...
-        self._hits_version = 0  #: ... in this version; -1 if it has not.
+        #: The bits of the unsent requests in this version of the cache; the version is -1 if the cache lacks some.
+        self._hits = self._hits_version = 0
 
     def add(self, requests: Sequence[Request], now: float, where: object) -> None:
         """Note that this rank has submitted operations (see ``Negotiator.submit``). Raises ``ConfigurationError``."""

@@ -55,7 +55,7 @@ class RequestTable:
                 assert batch is not None
                 members.setdefault(batch, []).append(name)
         waiting = {name for batch, names in members.items() if len(names) < batch[1] for name in names}
-        # A name that the ranks put into different groups can make none of them complete: it is an error by itself.
+        # If ranks put a name into different groups, it completes none of them. It is answered with its own error.
         disputed = {name for name in waiting if len({request.batch for request in self._requests[name].values()}) > 1}
         return _all_or_nothing(
             [

@@ -12,7 +12,7 @@ from typing import Final, final
 __all__ = ["Topology"]
 
 #: With radix 2 a rank sends fewer messages (2 instead of 3 among four ranks), but a vote has more rounds (2 instead of
-#: 1). A round takes longer than a message where ranks share cores: it ends with a turn of the operating system.
+#: 1). Where ranks share cores, a round takes longer than a message, because it ends with a switch of processes.
 _RADIX: Final = 4
 
 

@@ -1,9 +1,10 @@
 """The reducer of compressed gradients: from gradient hooks to sparse exchanges, and back to ``parameter.grad``.
 
-A bucket leaves when its parameters have their gradients. The memory of these becomes the accumulated gradient, and what
-the round does not apply of it becomes the residual when the optimizer steps (``commit``). If the step is left out
-(``undo``), the residual stays as it was before the round. So the old residual outlives the round. Its memory takes the
-gradients of the next round: there are two float32 values for each element beside the gradients, and nothing is copied.
+A bucket leaves when its parameters have their gradients. In the memory of a gradient, the residual is added to it: this
+is the *accumulated gradient*. What the round does not apply of it becomes the residual when the optimizer steps
+(``commit``). If the step is left out (``undo``), the residual stays as it was before the round, so its memory is kept
+until then, and takes a gradient of the next round. So there are two float32 values for each element beside the
+gradients, and nothing is copied.
 
 A gradient that comes after its bucket has left (a second backward pass) is added to the residual: it is sent in a later
 round.
@@ -70,7 +71,7 @@ class _RoundState:
     #: The updates of the buckets, between ``finish`` and ``install``; ``None``: the round is skipped.
     result: list[Update] | None = None
     active: int = 0  #: The number of ranks with data.
-    #: Whether ``accumulated`` becomes the residuals if the step is taken: between ``install`` and ``commit``.
+    #: Whether the round has ended and its step has not: ``commit`` makes ``accumulated`` the residuals.
     ended: bool = False
     #: The gradients that were installed, and their counts of changes, by parameter.
     installed: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
@@ -154,7 +155,7 @@ class CompressedReducer(GradientReducer):
         return active
 
     def pending(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the residuals and velocities by name, as they are when the present step is taken: flat, not copied."""
+        """Return the residuals and velocities by name, as ``commit`` leaves them: flat, not copied."""
         state, pending = self._state, self._correction.pending
         residuals, velocities = {}, {}
         for member, (parameter, spec) in enumerate(self._plan.described()):
@@ -171,7 +172,7 @@ class CompressedReducer(GradientReducer):
         settings, state = self._settings, self._state
         updates, active = state.result, state.active
         if updates is None:
-            self._install_nothing()
+            self._install_nan()
         elif not active:  # all ranks have joined, so no rank applies anything
             self._take_back(updates)
         else:
@@ -278,7 +279,7 @@ class CompressedReducer(GradientReducer):
             self._correction.correct(parameter, flat, state.scale)
         state.accumulated[member] = flat
 
-    def _install_nothing(self) -> None:
+    def _install_nan(self) -> None:
         """Make the gradients NaN: those of some rank are not finite, or the result is too large for a parameter."""
         state = self._state
         self.skipped = True
@@ -310,7 +311,7 @@ class CompressedReducer(GradientReducer):
                 if present or count
             )
         if not self._round_off(results, wanted, factor):
-            self._install_nothing()
+            self._install_nan()
             return
         self._end_round()
         if not state.joined:
@@ -321,9 +322,10 @@ class CompressedReducer(GradientReducer):
 
     @torch.no_grad()
     def _keep_unused(self, index: int, update: Update) -> None:
-        """Give back, in equal shares, what an update of all elements has of parameters without a gradient on any rank.
+        """Keep what an update of all elements has of parameters without a gradient on any rank: it is residuals.
 
-        Their gradient stays ``None``, so that the optimizer does not touch them.
+        Each rank adds an equal share to what it has accumulated. The gradients stay ``None``, so that the optimizer
+        does not touch these parameters.
         """
         share, begin = 1.0 / self._settings.world_size, 0
         for part, present in zip(self._plan.buckets[index], update.present, strict=True):
@@ -378,9 +380,9 @@ class CompressedReducer(GradientReducer):
         state.installed.clear()
 
     def _resolve(self) -> None:
-        """Find out by the gradients which parameters' results the program has reset, and commit the others.
+        """Commit the parameters whose installed gradients the program has not reset before this round.
 
-        A gradient that backward has added to counts as reset if another one was found to be zero.
+        If any installed gradient was set to zero, all count as reset, also those to which backward has added since.
         """
         installed = self._state.installed
         there = {member for member, (gradient, _) in installed.items() if self.parameters[member].grad is gradient}
@@ -391,7 +393,7 @@ class CompressedReducer(GradientReducer):
         self._commit(there)
 
     def _mask(self, updates: Sequence[Update]) -> None:
-        """Set velocities to zero where elements were applied (factor masking). They are those of this round only."""
+        """Set velocities of this round to zero where elements were applied (factor masking)."""
         velocities = self._correction.pending
         for index, update in enumerate(updates):
             if velocities and update.indices is not None:

@@ -5,8 +5,8 @@
 
 DDP calls the hook when a bucket has its gradients, in the same order on all ranks. Two threads work during backward:
 one selects the elements to send, bucket after bucket, while the other exchanges the buckets that were selected. DDP
-gets no bucket's result before all exchanges have ended: a NaN in any bucket leaves the whole backward pass without
-effect.
+gets the results of all buckets together, when the last exchange has ended: if a gradient in any bucket is not finite,
+all gradients of the pass become NaN.
 
 DDP waits in C++, where every error becomes a bare ``RuntimeError``. So, as in ``c10d.work``, the hook itself waits at
 the end of backward, before DDP does, and raises the error that happened.
@@ -133,8 +133,8 @@ def ddp_hook(
 ) -> tuple["SparseHookState", Hook]:
     """Return the two arguments of ``DistributedDataParallel.register_comm_hook``: a state and a hook. Collective.
 
-    The state belongs to one model. Parameters with two or more dimensions are compressed; small ones are summed in the
-    same exchange. In ``tr.attempts`` the hook goes on with what the hook of the last attempt has kept back, also in the
+    The state belongs to one model. Large parameters of two or more dimensions are compressed; others are summed in the
+    same exchange. In ``tr.attempts`` the hook goes on with the residuals of the hook of the last attempt, also in the
     place of a rank that was lost.
 
     Args:
@@ -249,7 +249,7 @@ class SparseHookState:
         layout = self._sessions.layout(parameters, self.feedback)
         for stretch in layout.compressed:
             self._steps.watch(stretch.parameter)
-            if stretch.parameter in self.memory.undecided:  # this pass does not use it
+            if stretch.parameter in self.memory.undecided:  # no gradient of it has come in this pass
                 self._steps.decide(stretch.parameter)
         session = self._session(parameters, layout, connection) if layout.compressed else None
         driver = connection.driver
@@ -261,10 +261,10 @@ class SparseHookState:
             self._start(self._pass, made, connection)
 
     def _regroup(self, connection: Connection) -> None:
-        """Add the buckets of the first pass after a state was loaded: those of the pass before it, if that is possible.
+        """Add the buckets of the first pass after a state was loaded; if possible, those of the pass before the state.
 
-        A new DDP has other buckets in its first pass than in the ones that follow. In the buckets that the saved
-        sessions belong to the pass has the bits that it would have had with the old DDP.
+        A new DDP has other buckets in its first pass than in later ones. With the buckets of the saved sessions, the
+        pass has the bits that it would have had with the old DDP.
         """
         this, expected = self._pass, self._sessions.expected
         self._sessions.expected = []
@@ -342,7 +342,7 @@ class SparseHookState:
             _log.warning("tr.ddp_hook(%r) %s", self.method, describe_exemption(self.feedback, gradients))
 
     def _abandon(self, connection: Connection) -> None:
-        """Let the exchanges of the pass that broke off end before its memory is used again."""
+        """Wait, in the thread that selects, for the exchanges of a pass that broke off: they use its memory."""
         this, self._pass = self._pass, _Pass()
         connection.selecting.submit(functools.partial(this.wait, connection.timeout_s + _GRACE_S))
 
@@ -409,7 +409,8 @@ class SparseHookState:
     def end_step(self) -> None:
         """Note that no optimizer will use the gradients of the last pass any more.
 
-        Where none has, residuals and velocities are those from before the pass, unless the gradients are still there.
+        If none has used a gradient, its residual and velocity are those from before the pass, unless the gradient is
+        still there.
         """
         self._steps.decide_all()
 

@@ -46,7 +46,7 @@ class ErrorFeedback:
         elements_min: Parameters with fewer elements, or one dimension, are not compressed.
         bucket_elements: The size limit of a bucket, whose elements are selected and sent together; larger parameters
             are cut. Default: a quarter of all elements, so that selecting, sending and backward overlap. Of fewer than
-            28 million elements a third, a half, or all, because a bucket has a fixed cost.
+            28 million elements it is a third, a half, or all of them, because a bucket has a fixed cost.
         report_every: The number of steps after which rank 0 logs a line for each bucket; 0: never.
         xi_every: The number of steps after which the distance from the best k elements is measured, the paper's xi. It
             is in ``reports``, and the step sends everything twice; 0: never.
@@ -265,7 +265,7 @@ class Residuals:
 
 @final
 class MomentumCorrection:
-    """The velocities of one round. They replace those of the round before when the round has a result.
+    """The velocities of one round. They replace those of the round before if the step is taken (``commit``).
 
     Source: Lin et al., "Deep Gradient Compression" (ICLR 2018). A sparse method applies most elements of a gradient
     many steps late. If the optimizer applied its momentum to the applied elements, the delayed ones would lose theirs.
@@ -321,7 +321,7 @@ class MomentumCorrection:
 
 
 def describe_exemption(feedback: ErrorFeedback, gradients: Sequence[tuple[str, Sequence[int]]]) -> str:
-    """Return why none of these gradients, with names and shapes, is compressed, and what to write."""
+    """Return why no gradient is compressed, and what to write instead. ``gradients``: names and shapes."""
     sizes = [(math.prod(shape), name) for name, shape in gradients if len(shape) >= 2]
     said = "none has two dimensions"
     if sizes:
@@ -337,11 +337,11 @@ def describe_exemption(feedback: ErrorFeedback, gradients: Sequence[tuple[str, S
 def states_for(
     states: Sequence[Mapping[str, Any]], rank: int, world_size: int
 ) -> tuple[list[Mapping[str, Any]], Mapping[str, Any]]:
-    """Distribute saved states among the ranks. They are this rank's own state, or those of all ranks of the saved job.
+    """Distribute saved states among the ranks: this rank's own state, or those of all ranks of the saved job.
 
     Returns:
-        The states whose residuals this rank takes over, so that the sum of all residuals stays the same; and the state
-        from which it takes everything else: its own, or any if it has none.
+        The states whose residuals this rank adds up, so that the sum over all ranks stays the same; and the state from
+        which it takes everything else: its own, or any if it has none.
 
     Raises:
         ConfigurationError: States are missing.

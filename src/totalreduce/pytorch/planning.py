@@ -61,14 +61,15 @@ class PlanSettings:
         return active if self.join_divisor == "active" and active else world_size
 
     def adds_up(self, active: int, world_size: int) -> bool:
-        """Whether gradients that ``active`` of ``world_size`` ranks have reduced may be reduced with others added.
+        """Whether reduced gradients, with further ones added on each rank, may be reduced once more.
 
-        The average of equal gradients is that gradient, unless ranks that have joined add zeros to it.
+        They may if averaging leaves equal gradients as they are: unless ranks that have joined add zeros. ``active`` of
+        ``world_size`` ranks have data.
         """
         return self.op is ReduceOp.AVG and self.divisor(active, world_size) == active
 
     def check_adds_up(self, active: int, world_size: int) -> None:
-        """Refuse a backward pass whose gradients are added to reduced ones, unless the sum may be reduced.
+        """Refuse a backward pass that adds gradients to reduced ones, unless they may be reduced once more.
 
         Raises:
             ConfigurationError: Reducing the sum would change the gradients that are reduced already.
@@ -81,7 +82,7 @@ class PlanSettings:
             )
 
     def repeatable(self, active: int, world_size: int) -> bool:
-        """Whether gradients that ``active`` of ``world_size`` ranks have reduced stay what they are if reduced again.
+        """Whether reduced gradients stay what they are if they are reduced again. Arguments as of ``adds_up``.
 
         A sparse method would add residuals, and select some of the elements once more.
         """

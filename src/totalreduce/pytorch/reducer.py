@@ -4,8 +4,8 @@ Rule 1: a round reduces the gradients as they are when it is *closed* (at ``step
 that leaves earlier, from a gradient hook, is speculation that nearly always holds.
 
 Rule 2: every rank sends every bucket exactly once per round, with zeros for the gradients that it does not have, and
-whatever branches its model took. So the ranks need not agree on what is ready, and no set of used parameters can hang
-the job.
+whatever branches its model took. So the ranks need not agree on what is ready, and no rank waits for a gradient that
+another rank's model did not use.
 
 Rule 3: the last bucket of the plan is sent only when the round is closed. Its tail says which other buckets changed on
 this rank after they had left (by a second backward pass, ``zero_grad()``, clipping by hand). Once it is reduced, it
@@ -111,7 +111,7 @@ class ChangeWatch:
         self._noted.clear()
 
     def warn(self) -> None:
-        """Warn once if the program has changed one. Zeros are no such change: this rank then contributes nothing."""
+        """Warn once if the program has changed one, unless to zeros: a program may leave its own gradients out."""
         for index, noted in self._noted.items():
             grad = self._parameters[index].grad
             if self._has_warned or grad is None or (id(grad), grad._version) == noted or not bool(grad.any()):
@@ -119,9 +119,8 @@ class ChangeWatch:
             self._has_warned = True
             warnings.warn(
                 f"the gradient of {self._names[index]!r} was changed between backward() and step(), while it was still "
-                "this rank's own: the change is averaged over the ranks, and a norm was this rank's. To change (clip, "
-                "unscale) the gradients of all ranks, as with DistributedDataParallel, call optimizer.synchronize() "
-                "first",
+                "this rank's own, not the average of all ranks. To change (clip, unscale) the gradients of all ranks, "
+                "as with DistributedDataParallel, call optimizer.synchronize() first",
                 RuntimeWarning,
                 stacklevel=5,
             )
@@ -286,7 +285,7 @@ class Reducer(GradientReducer):
         ]
 
     def once(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing: an update that was interrupted is not noticed."""
+        """Return a context that does nothing: nobody checks whether an update was interrupted."""
         return nullcontext()
 
     def release(self, index: int) -> None:

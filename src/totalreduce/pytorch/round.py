@@ -26,9 +26,9 @@ __all__ = ["BucketReadiness", "GradientReducer", "Phase", "Round", "RoundGuard"]
 class RoundGuard(Protocol):
     """Takes part in every step of an optimizer, and can end it before parameters and residuals change.
 
-    In a step of a strategy, ``before_wait`` is called before the exchange that follows the step, and the other two
-    after it: then everything has changed, and is undone if they raise an error. In a step without an exchange only
-    ``step_alone`` is called.
+    In a step of a strategy that ends with an exchange, ``before_wait`` is called before the exchange, and
+    ``before_step`` and ``before_commit`` after it: everything has changed then, and is undone if they raise an error.
+    In a step of a strategy without an exchange only ``step_alone`` is called.
 
     Attributes:
         waits_in_backward: Whether a round may end with the backward pass that has opened it, and not only in ``step()``
@@ -77,8 +77,8 @@ class GradientReducer(ABC):
     def begin(self, *, joined: bool = False, again: bool = False) -> None:
         """Open a round. The previous one is over.
 
-        If neither ``commit`` nor ``undo`` was called for that one, the program has left its step out if it has reset
-        the installed gradients. Otherwise the gradients of this round are added to them.
+        If neither ``commit`` nor ``undo`` was called for it, the installed gradients tell what the program did: if it
+        has reset them, it has left the step out; otherwise the gradients of this round are added to them.
 
         Args:
             joined: This rank has no more data, and takes part in the rounds of the others without gradients.
@@ -319,7 +319,7 @@ class Round:
         except MissingTensorError:
             self.phase, self._again = Phase.LOCAL, True
             raise
-        # Only now, so that after a time-out no gradient is installed and not all but some.
+        # Only now, so that a time-out never leaves some gradients installed and others not.
         while self._num_installed < len(self.reducers):
             self.reducers[self._num_installed].install()
             self._num_installed += 1

@@ -376,7 +376,7 @@ class Job:
     # ------------------------------------------------------------------------------------------------------------- disk
 
     def _agree_on_own(self) -> None:
-        """Have all ranks agree on whether ranks have a state of their own; in an epoch, votes tell. Collective."""
+        """Have all ranks agree on whether ranks have a state of their own, if no launcher has them vote. Collective."""
         if self._blocks.epochs is None:
             self._blocks.own.agree()
 

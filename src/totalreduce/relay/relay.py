@@ -186,7 +186,8 @@ class RelayedOperation(Carriage):
         for number, rows in enumerate(plan.rows):
             at = w.LANES_AT + self.lanes[number] * LANE.num_words
             index = self._words[at + LANE.receives]
-            if lane != (index if plan.is_of_blocks else number) or index == self._words[at + LANE.length]:
+            its_lane = index if plan.is_of_blocks else number
+            if its_lane != lane or index == self._words[at + LANE.length]:
                 continue
             row = rows[index * ROW.num_words : (index + 1) * ROW.num_words]
             source = plan.peers[plan.lanes[number, LANE.comes_by + row[ROW.peer]]]
@@ -355,7 +356,7 @@ class _Line:
         return header
 
     def abandon(self, operation: RelayedOperation) -> None:
-        """Discard the rest of a half-way arriving message of a failed operation; send that of a leaving one."""
+        """Have the function discard what is arriving of a failed operation, and send what is leaving to its end."""
         words, at = self._words, self._at
         if words[at + CONNECTION.in_lane] in operation.lanes:
             words[at + CONNECTION.in_lane] = w.DISCARDED
@@ -480,7 +481,7 @@ class Relay:
     def _free_number(self, line: _Line) -> None:
         """Let another connection have the number of one that was closed, if no operation uses the connection.
 
-        The words of operations name it until they fail, which is some time after their connection has ended.
+        An operation fails some time after its connection has ended, and its words name the number until then.
         """
         if not line.readers and not line.writers:
             heapq.heappush(self._free_lines, line.number)
@@ -523,7 +524,7 @@ class Relay:
         plan = task.plan
         comes_by: list[_Line | None] = [None] * len(plan.peers)
         leaves_by: list[_Line | None] = [None] * len(plan.peers)
-        for index, peer in enumerate(plan.peers):  # each line is counted at once: the next one forgets an idle line
+        for index, peer in enumerate(plan.peers):  # each counts before the next one is made, in place of an idle one
             incoming, outgoing = self._comes_by(peer), self._leaves_by(peer)
             if peer in plan.sources and incoming is not None:
                 line = comes_by[index] = self._line(incoming)
