@@ -53,8 +53,8 @@ _SHORT_BYTES_MAX = 128 * 1024
 _STEPS = 3
 #: How often pieces are moved before other operations get their turn: some milliseconds.
 _PIECES_AT_A_TIME = 32
-#: Where the user lets ranks read each other's process: what the other ranks read of a rank is staged if it is shorter
-#: than this and does not lie in shared memory. Design 0009 says why that is not the default.
+#: If the user lets ranks read each other's processes, a tensor outside of shared memory is staged only if it is shorter
+#: than this. Design 0009 says why that is not the default.
 _UNSTAGED_BYTES_MIN = 3 * 1024 * 1024
 #: The same for two ranks, whose staged pieces mostly stay in the caches.
 _UNSTAGED_BYTES_MIN_OF_TWO = 24 * 1024 * 1024
@@ -77,7 +77,7 @@ class _Plan:
         is_whole: Whether the operation is exchanged as a whole, and not in pieces.
         is_short: Whether the rank that begins the operation looks for the others for a moment.
         ranks: The ranks of the operation.
-        peers: For every rank the index of its first word.
+        peers: For every rank: the index of its first word in the block.
         has_blocks: Whether the operation has a buffer for each rank.
         publishes: Whether the other ranks read anything of this rank.
         bytes_sent: The bytes that the other ranks read of this rank's memory.
@@ -182,7 +182,7 @@ class _Plan:
         return (0, source, addresses) if self.has_blocks else (addresses[0], source, ())
 
     def _source(self, buffers: _Buffers, boards: Boards) -> int:
-        """Return where the other ranks read this rank's tensor: ``HEAD.source``."""
+        """Return ``HEAD.source``: the offset in shared memory; minus the address, if the tensor is read there; or 0."""
         offset = self._begin(buffers, boards.offset_of)
         if offset or self._published < (_UNSTAGED_BYTES_MIN_OF_TWO if len(self.ranks) == 2 else _UNSTAGED_BYTES_MIN):
             return offset
@@ -292,16 +292,16 @@ class LaneCarriage(Carriage):
     def was_read(self) -> bool:
         """Whether no rank reads its entries and its stage any more.
 
-        Until a rank has submitted this operation, it may still read the one of the name before, whose entry is
-        ``other``. All ranks have submitted it if all have announced it, or have announced a later one; or if messages
-        have carried it out, and no rank can end such an operation before the others submit it.
+        Until a rank has submitted this operation, it may still read the last one of the name, whose entry is ``other``.
+        All ranks have submitted it if all have announced it, or have announced a later one; or if messages have carried
+        it out, and no rank can end such an operation before the others submit it.
         """
         operation = self.operation
         if self.given_back:
             went_well = operation.finished and operation.error is None
             can_end_early = self.other is not None and operation.signature.kind in ENDS_EARLY
-            are_all_known = went_well and not can_end_early
-            if not are_all_known and not self.lane.has_begun_after(self):
+            have_all_submitted = went_well and not can_end_early
+            if not have_all_submitted and not self.lane.has_begun_after(self):
                 return False
         return bool(self.lane.exchange(exchange.IS_READ, self.address, 0, 0))
 

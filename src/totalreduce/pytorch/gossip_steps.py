@@ -53,7 +53,7 @@ class GossipSteps(StrategySteps):
         self._node = GossipNode(strategy, group.rank, group.world_size, self._replica.read(self._everything))
         self._lock, self._sent = threading.Lock(), Sent()
         self._awaited: tuple[Work, torch.Tensor] | None = None
-        self._finals: list[Work] = []  #: The operations of ``finish``.
+        self._finals: list[Work] = []  #: Of ``finish``: that all ranks call it, the average, and that all have it.
         self._error: BaseException | None = None
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="totalreduce-gossip", daemon=True)
@@ -101,7 +101,7 @@ class GossipSteps(StrategySteps):
                 raise self._error
 
     def _take_answer(self, timeout_s: float) -> None:
-        """Take the answer of a passive rank in, if it comes in time."""
+        """Take the answer of a passive rank in, if it comes within ``timeout_s``; 0: if it has come already."""
         if self._awaited is None:
             return
         work, answer = self._awaited

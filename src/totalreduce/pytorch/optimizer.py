@@ -655,9 +655,11 @@ class DistributedOptimizer(CompressingOptimizer):
                 result = self._inner.step(self._reduced(closure))
             except _SkippedStepError as skipped:
                 result = skipped.loss
+            self._round.commit()
         elif self._round.phase is not Phase.SYNCHRONISED and self._deferred.possible and self.guard is None:
             self._close_round()
             self._deferred.begin(self.flush)
+            self._round.commit()
         else:
             self._synchronize()
             if self.guard is not None:
@@ -669,7 +671,6 @@ class DistributedOptimizer(CompressingOptimizer):
                 result = self._inner.step()
         if self._round.skipped:
             self._compressed.warn_of_skip()
-        self._round.commit()  # of a closure's rounds, and of one whose updates are deferred
         self._round.end_step()
         self._steps.stepped()
         self._count_step()
