@@ -493,7 +493,7 @@ class FastLane(Carrier):
 
     def restart(self, carriage: LaneCarriage) -> int:
         """As ``announce``, for a carriage of ``repeat``. This thread waits for the end of a small operation."""
-        words, _buffers = carriage.words, carriage.buffers  # another thread may end the operation meanwhile
+        words, _held = carriage.words, carriage.buffers  # held, because another thread may end the operation meanwhile
         words[HEAD.spins], words[HEAD.yield_ns], words[HEAD.turns] = self._begin_with[carriage.plan.is_short]
         status = self.exchange(exchange.RESTART, carriage.address, carriage.iteration, self._entry_of(carriage))
         if words[HEAD.wake]:
@@ -515,7 +515,7 @@ class FastLane(Carrier):
             patient: Whether this process has nothing else to do, so that the function looks again for a while.
             turns: How often pieces are moved at most.
         """
-        words, _buffers = carriage.words, carriage.buffers  # another thread may end the operation meanwhile
+        words, _held = carriage.words, carriage.buffers  # held, because another thread may end the operation meanwhile
         words[HEAD.turns] = turns
         words[HEAD.spins] = self._spins if patient else 0
         words[HEAD.yield_ns] = self._yield_ns if patient else 0
@@ -524,7 +524,8 @@ class FastLane(Carrier):
             if not words[HEAD.wake]:
                 return status
             self._wake(carriage)
-            if status != exchange.PENDING or not patient or words[HEAD.seen] == -1:
+            are_turns_over = words[HEAD.seen] == -1  # otherwise it has returned only for other ranks to be woken
+            if status != exchange.PENDING or not patient or are_turns_over:
                 return status
 
     def _wake(self, carriage: LaneCarriage) -> None:
