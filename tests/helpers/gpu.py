@@ -49,8 +49,11 @@ class Pinned(torch.Tensor):
 
 
 class Event:
-    def __init__(self, owner: FakeCuda, stream: Stream) -> None:
-        self.owner, self.stream = owner, stream
+    def __init__(self, owner: FakeCuda) -> None:
+        self.owner = owner
+
+    def record(self, stream: Stream) -> None:
+        self.stream = stream
 
     def synchronize(self) -> None:
         self.owner.note(f"host waits for {self.stream.name}")
@@ -66,8 +69,12 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         self.owner.note(f"{self.name} waits for {event.stream.name}")
 
-    def record_event(self) -> Event:
-        return Event(self.owner, self)
+    def __enter__(self) -> None:
+        self._inside = self.owner.stream(self)
+        self._inside.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._inside.__exit__(*error)
 
     def synchronize(self) -> None:
         self.owner.note(f"host waits for {self.name}")
@@ -86,8 +93,10 @@ class FakeCuda:
         self.contexts: set[int] = set()
         self._here = threading.local()
         self._made = 0
-        for name in ("device", "stream", "current_stream", "Stream"):
-            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        for name in ("device_index", "current_stream"):
+            monkeypatch.setattr(torch.accelerator, name, getattr(self, name))
+        monkeypatch.setattr(torch, "Stream", self.Stream)
+        monkeypatch.setattr(torch.cuda, "Event", lambda blocking: Event(self))
         empty, to = torch.empty, torch.Tensor.to
 
         def pinned(*size: object, pin_memory: bool = False, **options: object) -> torch.Tensor:
@@ -136,9 +145,9 @@ class FakeCuda:
         return set_here.get(device.index) or Stream(self, device, f"default {device.index}")
 
     @contextlib.contextmanager
-    def device(self, device: torch.device) -> Iterator[None]:
+    def device_index(self, index: int) -> Iterator[None]:
         before = self.current_device()
-        self._set_device(device.index)
+        self._set_device(index)
         try:
             yield
         finally:

@@ -31,11 +31,11 @@ from totalreduce.foundation.errors import (
 )
 from totalreduce.groups.calling import Origin, Unknown, surroundings
 from totalreduce.tensors.compilation import never_compiled
-from totalreduce.tensors.staging import is_staged
+from totalreduce.tensors.streams import is_on_accelerator
 from totalreduce.tensors.work import operation_of, when_all_done
 
 if TYPE_CHECKING:
-    from totalreduce.tensors.staging import is_staged
+    from totalreduce.tensors.streams import is_on_accelerator
 from totalreduce.tensors.work import Work as GroupWork
 
 __all__ = ["OperationWork", "as_torch_error", "begin_record", "seconds_of"]
@@ -191,7 +191,7 @@ class OperationWork(Work):
 
     def _devices(self) -> list[int | str | torch.device]:
         """Return the accelerators of the outputs."""
-        return sorted({tensor.device for tensor in _flat(self._result) if is_staged(tensor)}, key=str)
+        return sorted({tensor.device for tensor in _flat(self._result) if is_on_accelerator(tensor)}, key=str)
 
     def _complete_later(self, gate: Any) -> None:
         once = threading.Lock()

@@ -38,7 +38,7 @@ class _EngineWork:
 
 @final
 class EngineCollectives:
-    """``NativeCollectives`` by the engine. CPU tensors; every reduction of the engine."""
+    """``NativeCollectives`` by the engine. Every reduction of the engine."""
 
     def __init__(self, operations: Operations) -> None:
         """Use the operations of a group of its own: they have no names, so ranks match them by their order."""

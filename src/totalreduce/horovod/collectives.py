@@ -35,10 +35,10 @@ from totalreduce.horovod.arguments import (
     checked_tensors,
 )
 from totalreduce.horovod.compression import Compression, Compressor
-from totalreduce.horovod.context import Members, context
+from totalreduce.horovod.context import context
 from totalreduce.horovod.handles import Handle
 from totalreduce.horovod.process_sets import ProcessSet, global_process_set
-from totalreduce.tensors.modes import write, writing
+from totalreduce.tensors.modes import writing
 from totalreduce.tensors.work import Work
 
 
@@ -487,11 +487,10 @@ def _reduce(call: _Call, tensors: Sequence[torch.Tensor], *, in_place: bool) -> 
             adasum.combine_(targets)
             _scale(targets, call.postscale)
         return Handle((), lambda _: targets)
-    hosts = [_on_host(members, target) for target in targets]
     works = members.coordinator.grouped_allreduce(
-        hosts, name=call.name, op=_REDUCE_OPS[call.op], prescale=call.prescale, postscale=call.postscale
+        targets, name=call.name, op=_REDUCE_OPS[call.op], prescale=call.prescale, postscale=call.postscale
     )
-    return Handle(works, lambda _: [_copied_back(host, target) for host, target in zip(hosts, targets, strict=True)])
+    return Handle(works, lambda _: targets)
 
 
 def _send(call: _Call, tensor: torch.Tensor, *, in_place: bool) -> Handle:
@@ -499,9 +498,8 @@ def _send(call: _Call, tensor: torch.Tensor, *, in_place: bool) -> Handle:
     members = context.members(call.process_set)
     checked_tensor(tensor, call.label("broadcast"))
     target = tensor if in_place else _copy(tensor)
-    host = _on_host(members, target)
-    work = members.coordinator.broadcast(host, root=members.root(call.root), name=call.name)
-    return Handle([work], lambda _: _copied_back(host, target))
+    work = members.coordinator.broadcast(target, root=members.root(call.root), name=call.name)
+    return Handle([work], lambda _: target)
 
 
 def _gather(call: _Call, tensors: Sequence[torch.Tensor]) -> Handle:
@@ -527,11 +525,8 @@ def _scatter(call: _Call, tensors: Sequence[torch.Tensor]) -> Handle:
 
 def _each(call: _Call, tensors: Sequence[torch.Tensor], start: Callable[[_Call, torch.Tensor], Work]) -> Handle:
     """Start an operation for every tensor, which is only read."""
-    members = context.members(call.process_set)
-    hosts = [_on_host(members, tensor) for tensor in tensors]
-    works = [start(call.member(index, len(hosts)), host) for index, host in enumerate(hosts)]
-    devices = [tensor.device for tensor in tensors]
-    return Handle(works, lambda results: [each.to(where) for each, where in zip(results, devices, strict=True)])
+    works = [start(call.member(index, len(tensors)), tensor) for index, tensor in enumerate(tensors)]
+    return Handle(works, lambda results: results)
 
 
 def _exchange(call: _Call, tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None) -> Handle:
@@ -540,9 +535,9 @@ def _exchange(call: _Call, tensor: torch.Tensor, splits: Sequence[int] | torch.T
     checked_tensor(tensor, call.label("alltoall"))
     rows = checked_splits(splits)
     received: list[int] = []
-    work = members.coordinator.alltoall(_on_host(members, tensor), rows, received=received, name=call.name)
+    work = members.coordinator.alltoall(tensor, rows, received=received, name=call.name)
     counts = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32, device="cpu")
-    return Handle([work], lambda results: (results[0].to(tensor.device), counts.new_tensor(received)))
+    return Handle([work], lambda results: (results[0], counts.new_tensor(received)))
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -553,18 +548,6 @@ def _scale(tensors: Sequence[torch.Tensor], factor: float) -> None:
     for tensor in tensors if factor != 1.0 else ():
         with writing(tensor):
             tensor.mul_(factor)
-
-
-def _on_host(members: Members, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, or a copy in host memory if the engine carries the operation out."""
-    return tensor.detach().cpu() if members.needs_host_memory else tensor
-
-
-def _copied_back(host: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Copy the result of an operation on ``host`` to the target, and return that."""
-    if host.device != target.device:
-        write(target, host)
-    return target
 
 
 def _then(handle: Handle, finish: Callable[[Any], Any]) -> Handle:

@@ -21,7 +21,6 @@ from totalreduce.foundation import environment
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
 from totalreduce.groups.agreement import agree_or_refuse
-from totalreduce.groups.engine_collectives import EngineCollectives
 from totalreduce.groups.group import Group
 from totalreduce.horovod.process_sets import ProcessSet, global_process_set, ranks_of_communicator
 from totalreduce.launch.address import host_identity
@@ -95,11 +94,6 @@ class Members:
         if self.formed is None:
             raise ConfigurationError(_NOT_FORMED)
         return self.formed
-
-    @property
-    def needs_host_memory(self) -> bool:
-        """Whether tensors on other devices have to be copied to the CPU."""
-        return isinstance(self.coordinator.natives, EngineCollectives)
 
     def root(self, rank: int) -> int:
         """Return the index of a root in the set, given its rank in the job. Raises ``ConfigurationError``."""

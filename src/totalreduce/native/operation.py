@@ -17,6 +17,7 @@ from totalreduce.foundation.types import OpKind
 from totalreduce.runner.handle import Handle
 from totalreduce.tensors import dtypes
 from totalreduce.tensors.memory import Operands
+from totalreduce.tensors.streams import is_on_accelerator, record
 
 __all__ = ["NativeOperation", "flattened", "prepare", "program_line"]
 
@@ -54,9 +55,9 @@ class NativeOperation:
     def begin(self) -> None:
         """Make the copies that the operation needs. Called when its memory is claimed, by the thread that submits."""
         self.operands.prepare()
-        if self.ready is not None:
-            self.stream = torch.cuda.current_stream(self.tensor.device)
-            self.ready.record(self.stream)
+        if is_on_accelerator(self.tensor):
+            self.stream = torch.accelerator.current_stream(self.tensor.device)
+            self.ready = record(self.stream, self.tensor.device)
 
     @property
     def returned(self) -> torch.Tensor | Callable[[], torch.Tensor | None]:
@@ -92,13 +93,12 @@ def prepare(
         operands.hold(output, writes=True)
     if parts:
         operands.fill(tensor, parts)
-    ready = torch.cuda.Event() if tensor.is_cuda else None  # type: ignore[no-untyped-call]
     # The program may give its tensors other memory while the operation is in flight; the operation keeps the old one.
     kept = None if outputs is None else [output.detach() for output in outputs]
     returned = tensor if request.kind in _IN_PLACE else None
     if outputs and request.kind in _ONE_OUTPUT:
         returned = outputs[0]
-    return NativeOperation(request, returned, tensor.detach(), operands, kept, ready)
+    return NativeOperation(request, returned, tensor.detach(), operands, kept)
 
 
 def flattened(tensor: torch.Tensor) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:

@@ -19,7 +19,7 @@ from totalreduce.native.collectives import NativeCollectives, NativeWork
 from totalreduce.native.operation import NativeOperation
 from totalreduce.tensors.memory import is_plain
 from totalreduce.tensors.modes import write, writing
-from totalreduce.tensors.streams import SideStreams
+from totalreduce.tensors.streams import SideStreams, is_on_accelerator
 
 __all__ = ["Batch", "Devices", "Packer"]
 
@@ -101,9 +101,10 @@ class Packer:
         self._rank, self._natives, self._divide_by_active, self._empty = rank, natives, divide_by_active, empty
         self._buffers: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         self._devices = Devices(natives.device)
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None and torch.get_device_module(accelerator).is_initialized():
             # The current device of the thread that makes the coordinator; the executor's thread has another one.
-            self._devices.note(torch.device("cuda", torch.cuda.current_device()))
+            self._devices.note(torch.device(accelerator.type, torch.accelerator.current_device_index()))
         self._streams = SideStreams()
 
     @contextlib.contextmanager
@@ -126,13 +127,13 @@ class Packer:
         """
         for operation in batch.mine:
             if operation.ready is not None:
-                operation.ready.wait(torch.cuda.current_stream(operation.tensor.device))
+                operation.ready.wait(torch.accelerator.current_stream(operation.tensor.device))
         self._pack(batch, batch.responses[0])
 
     def synchronise(self, batch: Batch) -> None:
         """Wait until an accelerator has written the results of a batch. In ``beside``."""
-        for device in {operation.tensor.device for operation in batch.mine if operation.tensor.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
+        for device in {operation.tensor.device for operation in batch.mine if is_on_accelerator(operation.tensor)}:
+            torch.accelerator.current_stream(device).synchronize()
 
     def release(self, batch: Batch) -> None:
         """Take a batch's fusion buffer back."""

@@ -16,6 +16,7 @@ from totalreduce.foundation.types import ReduceOp
 from totalreduce.native.collectives import NativeWork
 from totalreduce.native.reductions import Reduction, check_parts, check_tensor, reduction_for
 from totalreduce.tensors.modes import write
+from totalreduce.tensors.streams import is_on_accelerator
 from totalreduce.transports.torch_group import ENDED, destroy, forming_a_group, reason
 
 __all__ = ["TorchCollectives", "everybody"]
@@ -98,7 +99,9 @@ class TorchCollectives:
         self._group, self._reusable_name = group, reusable_name
         self._rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         kind = dist.distributed_c10d._get_object_coll_device(group)  # "cpu" if the group takes CPU tensors at all
-        self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        self.device = torch.device(kind)
+        if kind != "cpu":
+            self.device = torch.device(kind, torch.accelerator.current_device_index())
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> NativeWork:
         check_tensor(tensor, on_cpu=False)
@@ -175,7 +178,7 @@ class TorchCollectives:
             work = begin(*arguments, group=self._group, async_op=True)
         except ENDED as error:
             raise TotalReduceError(f"rank {self._rank}: torch's {what} failed: {reason(error)}") from error
-        polled = any(isinstance(argument, torch.Tensor) and argument.is_cuda for argument in arguments)
+        polled = any(isinstance(argument, torch.Tensor) and is_on_accelerator(argument) for argument in arguments)
         return _TorchWork(what, self._rank, work, finish, polled=polled)
 
 

@@ -30,6 +30,7 @@ from totalreduce.foundation.errors import ConfigurationError, TotalReduceError
 from totalreduce.foundation.named_files import read_named, write_named
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.native.collectives import NativeCollectives
+from totalreduce.tensors.streams import is_on_accelerator
 
 __all__ = ["fitting", "measure", "read_settings", "write_settings"]
 
@@ -84,8 +85,8 @@ def _median(natives: NativeCollectives, num_bytes: int) -> float:
         begin = time.monotonic()
         if not natives.allreduce(tensor, ReduceOp.SUM).wait(_TIMEOUT_S):
             raise TotalReduceError(f"the library's allreduce has not ended within {_TIMEOUT_S:g} s")
-        if tensor.is_cuda:
-            torch.cuda.synchronize(tensor.device)
+        if is_on_accelerator(tensor):
+            torch.accelerator.synchronize(tensor.device)
         times.append(time.monotonic() - begin)
     return median(times[1:])  # the first one makes connections
 

@@ -26,7 +26,7 @@ from totalreduce.sparse.actions import Action, Allreduce
 from totalreduce.sparse.common import counted
 from totalreduce.sparse.device import accumulator_of
 from totalreduce.sparse.session import BucketShape, Report, Session, Update
-from totalreduce.tensors.streams import SideStreams
+from totalreduce.tensors.streams import SideStreams, is_on_accelerator, record
 
 __all__ = ["BucketLayout", "HookBucket", "HookSettings", "Parameters", "Regrouped"]
 
@@ -99,7 +99,9 @@ class HookBucket:
     ) -> None:
         """Called in DDP's thread, on the stream that computes the gradients."""
         self._buffer, self._layout, self._session, self._settings = buffer.detach(), layout, session, settings
-        self._ready = torch.cuda.current_stream(buffer.device).record_event() if buffer.is_cuda else None
+        self._ready = None
+        if is_on_accelerator(buffer):
+            self._ready = record(torch.accelerator.current_stream(buffer.device), buffer.device)
         self._scale = 1.0
         self._correction = MomentumCorrection(settings.memory.residuals, settings.feedback.momentum)
         self._present: list[bool] = []

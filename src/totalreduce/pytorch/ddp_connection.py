@@ -79,7 +79,11 @@ class Connection:
         ranks = dist.get_process_group_ranks(process_group)
         cpu = torch.device("cpu")
         # As torch does with objects: host memory is sent from there, if the group has a back end for it.
-        device = cpu if cpu in process_group._device_types else torch.device("cuda", torch.cuda.current_device())
+        accelerator = torch.accelerator.current_accelerator()
+        if cpu in process_group._device_types or accelerator is None:
+            device = cpu
+        else:
+            device = torch.device(accelerator.type, torch.accelerator.current_device_index())
         timeout = process_group._get_backend(device).options._timeout
         # torch names a group of some of the ranks after them, and refuses the same name later: the group stays.
         self._stays = len(ranks) < dist.get_world_size()

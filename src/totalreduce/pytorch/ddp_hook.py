@@ -45,6 +45,7 @@ from totalreduce.sparse.rounds import with_arrays, with_tensors
 from totalreduce.sparse.session import Method, Report, Session
 from totalreduce.sparse.worker import Job
 from totalreduce.tensors.compilation import never_compiled
+from totalreduce.tensors.streams import is_on_accelerator
 
 __all__ = ["HookKeeper", "HookRecord", "SparseHookState", "ddp_hook", "sparse_hook"]
 
@@ -570,7 +571,7 @@ class _Pass:
 
     def future_of(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """Return the future for which DDP waits; it is complete after ``end``."""
-        devices: list[int | str | torch.device] = [buffer.device] if buffer.is_cuda else []
+        devices: list[int | str | torch.device] = [buffer.device] if is_on_accelerator(buffer) else []
         gate: torch.futures.Future[None] = torch.futures.Future(devices=devices)
         self._gates.append(gate)
 

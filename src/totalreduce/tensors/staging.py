@@ -46,19 +46,15 @@ from totalreduce.engine.operation import Operation
 from totalreduce.foundation.errors import DeadlineExceededError, TotalReduceError, UnsupportedError
 from totalreduce.runner.handle import End, Handle
 from totalreduce.tensors.modes import unseen, writing
+from totalreduce.tensors.streams import entered, is_on_accelerator, record
 
-__all__ = ["StagedHandle", "StagedTensors", "Staging", "is_staged"]
+__all__ = ["StagedHandle", "StagedTensors", "Staging"]
 
 _log = logging.getLogger(__name__)
 
 _PAGE: Final = 4096
 #: A slot that was not taken for so many takes is given up when another one has to be made.
 _TAKES_MAX: Final = 4096
-
-
-def is_staged(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has its elements on an accelerator."""
-    return not tensor.is_cpu and not tensor.is_meta
 
 
 @dataclass(slots=True, eq=False)
@@ -180,25 +176,20 @@ class _DeviceCopies:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        with torch.accelerator.device_index(device.index):
-            self.outgoing, self.incoming = torch.Stream(device), torch.Stream(device)
+        self.outgoing, self.incoming = torch.Stream(device), torch.Stream(device)
         self._lock = threading.Lock()
         #: Memory of the device into which a result is copied, the end of the copy, and the slots that it reads.
         self._arriving: list[tuple[int, int, torch.Event, Sequence[_Slot]]] = []
 
     @contextlib.contextmanager
     def on(self, stream: torch.Stream) -> Iterator[None]:
-        """Enqueue the copies of the block on one of the streams.
-
-        The device is entered first, so that no context is made on the device to which the thread returns (``streams``).
-        """
-        with torch.accelerator.device_index(self.device.index), stream, unseen():
+        """Enqueue the copies of the block on one of the streams."""
+        with entered(stream, self.device), unseen():
             yield
 
     def record(self, stream: torch.Stream) -> torch.Event:
         """Return an event at the end of what a stream of this device has to do now."""
-        with torch.accelerator.device_index(self.device.index):
-            return record(stream, self.device)
+        return record(stream, self.device)
 
     def begin(self, spans: Sequence[tuple[int, int]], slots: Sequence[_Slot]) -> None:
         """Have copies to the host wait for all after which these tensors can be read and these slots be written."""
@@ -224,13 +215,6 @@ class _DeviceCopies:
         with self._lock:
             self._arriving += [(start, stop, event, slots) for start, stop in spans]
         return event
-
-
-def record(stream: torch.Stream, device: torch.device) -> torch.Event:
-    """Record an event on a stream; a thread that waits for an event of CUDA sleeps meanwhile."""
-    event = torch.cuda.Event(blocking=True) if device.type == "cuda" else torch.Event(device)  # type: ignore[no-untyped-call]
-    event.record(stream)
-    return event
 
 
 def _check_not_captured(device: torch.device) -> None:
@@ -302,7 +286,7 @@ class StagedTensors:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Enqueue a copy between a device and the host."""
-        outwards = is_staged(source)
+        outwards = is_on_accelerator(source)
         side = self._staging.of(source.device if outwards else target.device)
         stream = side.outgoing if outwards else side.incoming
         with side.on(stream), writing(target):
@@ -440,7 +424,7 @@ class Staging:
     def let_streams_wait(self, tensors: Sequence[torch.Tensor]) -> None:
         """Have the current streams wait for results that operations which have ended have for these tensors."""
         for tensor in tensors:
-            if is_staged(tensor):
+            if is_on_accelerator(tensor):
                 storage, device = tensor.untyped_storage(), tensor.device
                 span = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
                 self.of(device).await_results(torch.accelerator.current_stream(device), [span])

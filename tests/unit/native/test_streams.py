@@ -20,7 +20,7 @@ from totalreduce.native.operation import prepare
 from totalreduce.native.packing import Batch, Packer
 from totalreduce.sparse.candidates import Candidates
 from totalreduce.sparse.device import DeviceAccumulator
-from totalreduce.tensors.streams import SideStreams
+from totalreduce.tensors.streams import SideStreams, record
 
 __all__ = ["cuda"]
 
@@ -56,7 +56,7 @@ def test_a_stream_of_a_device_is_made_once_and_the_cpu_has_none(cuda: FakeCuda) 
 
 def test_kernels_beside_wait_for_the_event_and_the_host_waits_for_them(cuda: FakeCuda) -> None:
     streams, device = SideStreams(), torch.device("cuda", 1)
-    ready = cuda.current_stream(device).record_event()
+    ready = record(cuda.current_stream(device), device)
     with streams.beside(device, ready):
         cuda.note("kernel")
     assert cuda.take() == [
@@ -130,10 +130,11 @@ class Natives:
 
 def test_the_executor_packs_beside_the_programs_kernels(cuda: FakeCuda, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", cuda.current_device)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", cuda.current_device)
     recorded = []
     event = SimpleNamespace(record=lambda stream: recorded.append(stream.name), wait=lambda s: cuda.note("wait", s))
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: event)
     tensor = cuda.tensor(torch.zeros(2), 3)
     request = Request("x", OpKind.ALLREDUCE, "float32", 4, (2,), "cuda", "sum")
     operation = prepare(request, tensor, writes=True)
