@@ -94,7 +94,7 @@ def compare(world_size: int, results_of) -> None:
             assert torch.equal(one, other)
 
 
-FLOATS = [torch.float32, torch.float64, torch.bfloat16]
+FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 INTEGERS = [torch.int32, torch.int64]
 
 

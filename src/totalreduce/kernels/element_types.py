@@ -8,6 +8,7 @@ from totalreduce.foundation.types import DType, ReduceOp
 
 __all__ = [
     "BFLOAT16",
+    "FLOAT16",
     "FLOAT32",
     "FLOAT64",
     "INT32",
@@ -22,13 +23,14 @@ __all__ = [
 ]
 
 SUM, MIN, MAX, PRODUCT = 1, 3, 4, 5
-#: Sums of bfloat16 are float32, and are rounded once. Of floats there are no minima and maxima.
-FLOAT32, FLOAT64, INT32, INT64, BFLOAT16 = 0, 1, 2, 3, 4
+#: Sums of the half types are float32, and are rounded once. Of floats there are no minima and maxima.
+FLOAT32, FLOAT64, INT32, INT64, BFLOAT16, FLOAT16 = 0, 1, 2, 3, 4, 5
 #: By element type, and by reduction: the numbers that stand for them.
 KINDS: Final = {
     DType.FLOAT32: FLOAT32,
     DType.FLOAT64: FLOAT64,
     DType.BFLOAT16: BFLOAT16,
+    DType.FLOAT16: FLOAT16,
     DType.INT32: INT32,
     DType.INT64: INT64,
 }

@@ -15,7 +15,6 @@ from totalreduce.kernels.atomics import (
     BLOCK_BYTES,
     LINE_BYTES,
     copy_bytes,
-    float32_at,
     int64_at,
     load,
     load_shared,
@@ -26,11 +25,9 @@ from totalreduce.kernels.atomics import (
     store,
     store_shared,
     stream_block,
-    uint16_at,
     yield_core,
 )
-from totalreduce.kernels.element_types import BFLOAT16
-from totalreduce.kernels.elements import average, combine, compiled, round_off, widen
+from totalreduce.kernels.elements import average, combine, compiled, is_half, round_off, widen
 from totalreduce.kernels.exchange import (
     ADVANCE,
     ASLEEP,
@@ -292,28 +289,28 @@ def _contribution(block: Words, peer: Any, part: Any, start: Any, turn: Any) -> 
 @compiled
 def _reduce(block: Words, part: Any, start: Any, stop: Any, turn: Any) -> None:
     """Reduce elements of one piece of a part into this rank's result, in the order of the part."""
-    ranks, itemsize, is_half = block[HEAD.ranks], block[HEAD.itemsize], block[HEAD.kind] == BFLOAT16
+    ranks, itemsize, kind = block[HEAD.ranks], block[HEAD.itemsize], block[HEAD.kind]
     result = _result(block, part, start)
-    if ranks == 2 and block[HEAD.result] == 0 and not is_half:  # two contributions have one sum in either order
+    if ranks == 2 and block[HEAD.result] == 0 and not is_half(kind):  # two contributions have one sum in either order
         other = _contribution(block, 1 - block[HEAD.me], part, start, turn)
-        combine(block[HEAD.kind], block[HEAD.reduction], result, other, stop - start)
-        average(block[HEAD.kind], block[HEAD.divisor], result, stop - start)
+        combine(kind, block[HEAD.reduction], result, other, stop - start)
+        average(kind, block[HEAD.divisor], result, stop - start)
         return
     order, done = ORDER + part * ranks, 0
     while start + done < stop:
         # Not in the tensor: this rank's contribution, which may come late in the order, lies there.
         count, shift = min(COUNTED, stop - start - done), done * itemsize
         first = _contribution(block, block[order], part, start, turn) + shift
-        if is_half:
-            widen(float32_at(block[HEAD.sums]), uint16_at(first), count)
+        if is_half(kind):
+            widen(kind, block[HEAD.sums], first, count)
         else:
             copy_bytes(block[HEAD.sums], first, count * itemsize)
         for position in range(1, ranks):
             other = _contribution(block, block[order + position], part, start, turn) + shift
-            combine(block[HEAD.kind], block[HEAD.reduction], block[HEAD.sums], other, count)
-        average(block[HEAD.kind], block[HEAD.divisor], block[HEAD.sums], count)
-        if is_half:
-            round_off(uint16_at(result + shift), float32_at(block[HEAD.sums]), count)
+            combine(kind, block[HEAD.reduction], block[HEAD.sums], other, count)
+        average(kind, block[HEAD.divisor], block[HEAD.sums], count)
+        if is_half(kind):
+            round_off(kind, result + shift, block[HEAD.sums], count)
         else:
             copy_bytes(result + shift, block[HEAD.sums], count * itemsize)
         done += count
