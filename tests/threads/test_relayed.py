@@ -68,14 +68,24 @@ def exchange_blocks(group: Group) -> list[torch.Tensor]:
     return [*received, *(gathered or []), scattered]
 
 
-#: Name, element type and the reduction of an allreduce.
+#: Name, element type, reduction and schedule of an allreduce.
 REDUCTIONS = [
-    ("sum", torch.float32, ReduceOp.SUM),
-    ("average", torch.float32, ReduceOp.AVG),
-    ("product", torch.float64, ReduceOp.PRODUCT),
-    ("integers", torch.int32, ReduceOp.SUM),
-    ("least", torch.int64, ReduceOp.MIN),
-    ("greatest", torch.int32, ReduceOp.MAX),
+    ("sum", torch.float32, ReduceOp.SUM, "ring"),
+    ("average", torch.float32, ReduceOp.AVG, "ring"),
+    ("product", torch.float64, ReduceOp.PRODUCT, "ring"),
+    ("integers", torch.int32, ReduceOp.SUM, "ring"),
+    ("least", torch.int64, ReduceOp.MIN, "ring"),
+    ("greatest", torch.int32, ReduceOp.MAX, "ring"),
+    ("bfloat16", torch.bfloat16, ReduceOp.SUM, "ring"),
+    ("average of bfloat16", torch.bfloat16, ReduceOp.AVG, "ring"),
+    ("float16", torch.float16, ReduceOp.AVG, "ring"),
+    ("product of float16", torch.float16, ReduceOp.PRODUCT, "ring"),
+    ("direct", torch.float32, ReduceOp.AVG, "direct"),
+    ("direct bfloat16", torch.bfloat16, ReduceOp.AVG, "direct"),
+    ("direct float16", torch.float16, ReduceOp.SUM, "direct"),
+    ("halving", torch.float64, ReduceOp.SUM, "halving_doubling"),
+    ("halving bfloat16", torch.bfloat16, ReduceOp.SUM, "halving_doubling"),
+    ("tree", torch.bfloat16, ReduceOp.AVG, "tree"),
 ]
 
 
@@ -105,9 +115,9 @@ def test_no_bit_depends_on_the_relay(world_size: int, taken: list[str]) -> None:
         for iteration in range(5):
             if iteration == 3:
                 come_near(group)
-            for name, dtype, op in REDUCTIONS:
+            for name, dtype, op, schedule in REDUCTIONS:
                 tensor = values_of(group.rank, 20_011, dtype)
-                group.allreduce(tensor, name=name, op=op, schedule="ring").wait()
+                group.allreduce(tensor, name=name, op=op, schedule=schedule).wait()
                 results.append(tensor)
             tensor = values_of(group.rank, 20_011, torch.bfloat16)
             group.broadcast(tensor, root=1, name="broadcast", schedule="chain")
@@ -128,7 +138,7 @@ def test_no_bit_depends_on_the_relay(world_size: int, taken: list[str]) -> None:
 
     relayed = run_ranks(world_size, body, transport="tcp", engine=SHORT, tcp=PATIENT)
     # Which operations are taken depends on how late a rank is. All kinds of them are in three rounds of all ranks.
-    assert {name for name, _, _ in REDUCTIONS} | {"broadcast", "reduce", "reduce_scatter", "allgather"} <= set(taken)
+    assert {name for name, *_ in REDUCTIONS} | {"broadcast", "reduce", "reduce_scatter", "allgather"} <= set(taken)
     assert {"alltoall", "gather", "scatter"} <= set(taken)
     taken.clear()
     alone = run_ranks(world_size, body, transport="tcp", engine=SHORT, tcp=ALONE)

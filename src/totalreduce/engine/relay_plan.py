@@ -1,9 +1,10 @@
 """Which operations the relay can carry out, and the lanes and rows that it has for them (``kernels.relay``).
 
-The relay must know which message of a lane is next. Two kinds of schedules fit:
+There are two kinds of them:
 
-* In a ring or a chain a rank receives from one neighbour and sends to another one. A lane of the operation is a lane of
-  the relay, whose rows are the actions of the schedule.
+* Where sums are made, or every rank gets the same, a lane of the operation is a lane of the relay, whose rows are the
+  actions of the schedule. In a ring or a chain a rank receives from one neighbour and sends to another one, in the
+  order of the rows. In other schedules a message may come before its turn, so each row has a state.
 * Where every block travels from one rank to another one (alltoall, gather, scatter), no message waits for an addition.
   A lane of the relay is a block, and its row i is the block's message in lane i of the operation. Of no block this rank
   sends more than ``exchange_window`` bytes beyond what it has received of each other block.
@@ -14,9 +15,9 @@ from __future__ import annotations
 import functools
 import itertools
 from array import array
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from totalreduce.engine.layout import OperationLayout, Region
 from totalreduce.engine.operation import Operation
@@ -27,9 +28,9 @@ from totalreduce.kernels import relay as words
 from totalreduce.kernels.arrays import Array
 from totalreduce.kernels.element_types import FLOAT32, KINDS, REDUCTIONS, SUM, has_code
 from totalreduce.kernels.relay import ROW
-from totalreduce.schedules.actions import NOTHING, Action, Mode, Receive, Send
+from totalreduce.schedules.actions import NOTHING, Action, Chunking, Mode, Receive, Send
 
-__all__ = ["RelayPlan", "plan_of"]
+__all__ = ["RelayPlan", "Standing", "Sum", "plan_of"]
 
 _RECEIVE: Final = {
     Mode.REPLACE: words.REPLACE,
@@ -39,10 +40,44 @@ _RECEIVE: Final = {
 #: The length of a line of the processor's cache.
 _LINE_BYTES: Final = 64
 
+#: The first chunk and the number of the chunks whose sums are in one slot.
+_Key = tuple[int, int]
 #: Messages of an operation that wait to leave: the number of the lane, and the index of the action in the program.
 _Waiting = Collection[tuple[int, int]]
 #: For each lane of the relay: the index of the next row that receives, and of the next one that sends.
 _Positions = list[tuple[int, int]]
+
+
+class Sum(NamedTuple):
+    """Unfinished sums of a lane that are not kept in the tensor: a part of an accumulator of the engine.
+
+    Attributes:
+        place: The buffer and the lane of the accumulator.
+        start: The first byte in the accumulator.
+        stop: The byte after the last one.
+        first: The row that writes the sums first.
+        last: The row that needs them last; the number of rows, if they are kept until the lane has ended.
+    """
+
+    place: tuple[int, int]
+    start: int
+    stop: int
+    first: int
+    last: int
+
+
+class Standing(NamedTuple):
+    """How far messages of the engine have carried an operation out.
+
+    Attributes:
+        positions: By lane: the index of the next row that receives, and of the next one that sends.
+        carried_out: The lane and the index of every row behind these that was carried out, of lanes with states.
+        early: Of every body that has come before its turn, in lanes with states: the lane, the row and the bytes.
+    """
+
+    positions: list[tuple[int, int]]
+    carried_out: list[tuple[int, int]]
+    early: list[tuple[int, int, memoryview]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,16 +89,18 @@ class RelayPlan:
         sources: Those from which bodies come. A message without body may come by any connection.
         targets: Those to which messages leave.
         rows: By lane of the relay: the rows of ``kernels.relay``, one after the other.
-        lanes: The words of these lanes that do not change (``kernels.relay.lanes_of``), with indices of ``peers``.
+        lanes: The words of these lanes that do not change (``kernels.relay.lanes_of``).
+        has_states: Whether the rows have states.
         ahead: By how many rows a lane that sends may be ahead of the lanes that receive; 0: it does not wait for them.
-        positions: Returns the rows from which the relay goes on with an operation that the engine's messages have
-            begun; ``None``: it cannot be handed over now.
+        standing: Returns how far messages of the engine have carried out an operation; ``None``: it cannot be handed
+            over now.
         kind: The element type (``kernels.element_types``).
         itemsize: The bytes of an element.
         reduction: How contributions are combined (``kernels.element_types``).
         divisor: Of an average; otherwise 1.
-        sums: The numbers of the unfinished sums that are not kept in the tensor, by buffer and lane.
-        sum_bytes: The length of the longest of these sums, or a little more.
+        sums: The unfinished sums that are not kept in the tensor, by number.
+        num_slots: How many slots the relay needs for them, and for bodies that come before their turn.
+        slot_bytes: The length of the longest of these, or a little more.
     """
 
     peers: tuple[int, ...]
@@ -71,14 +108,29 @@ class RelayPlan:
     targets: frozenset[int]
     rows: list[array[int]]
     lanes: Array
+    has_states: bool
     ahead: int
-    positions: Callable[[Operation, _Waiting], _Positions | None]
+    standing: Callable[[Operation, _Waiting], Standing | None]
     kind: int
     itemsize: int
     reduction: int
     divisor: int
-    sums: Mapping[tuple[int, int], int]
-    sum_bytes: int
+    sums: Sequence[Sum]
+    num_slots: int
+    slot_bytes: int
+
+    def needed_sums(self, standing: Standing) -> list[int]:
+        """Return the numbers of the sums that there are and that are needed, of an operation that is handed over."""
+        numbers = []
+        for number, (place, _, _, first, last) in enumerate(self.sums):
+            lane = place[1]
+            receives, sends = standing.positions[lane]
+            is_needed = last >= receives
+            if last * ROW.num_words < len(self.rows[lane]) and self.rows[lane][last * ROW.num_words] == words.SEND:
+                is_needed = last >= sends and (lane, last) not in standing.carried_out
+            if first < receives and is_needed:
+                numbers.append(number)
+        return numbers
 
     @property
     def is_of_blocks(self) -> bool:
@@ -112,41 +164,38 @@ def plan_of(
 
 
 def _plan_of_lanes(layout: OperationLayout, peers: tuple[int, ...]) -> RelayPlan | None:
-    """Return the plan of a schedule with one source, in which messages are added."""
+    """Return the plan of a schedule in which messages are added, or passed on."""
     program, signature = layout.program, layout.signature
-    # The messages of a lane must come in the order of its rows. From one source they do. A chain has a second source
-    # only in a broadcast: it sends the consent, an empty message, after the data of this rank has left.
-    if len(program.sources) > 1 and program.algorithm != Algorithm.CHAIN:
-        return None
-    if len(peers) > words.PEERS_MAX or layout.num_lanes > words.LANES_MAX:
+    # A chain has a second source only in a broadcast: it sends the consent, an empty message, after the data of this
+    # rank has left.
+    has_states = max(len(program.sources), len(program.targets)) > 1 and program.algorithm != Algorithm.CHAIN
+    if layout.num_lanes > words.LANES_MAX:
         return None
     receives = [action for action in program.actions if isinstance(action, Receive)]
-    if any(action.onto_partial for action in receives):
+    if has_states and any(action.chunk == NOTHING for action in receives):
+        return None  # such a message may come by any connection, and before its turn
+    adds = any(action.mode is not Mode.REPLACE for action in receives)
+    if adds and not has_code(signature.dtype, signature.reduction):
         return None
-    if layout.keeps_partials and not layout.sends_partials_once:
-        return None  # a sum would give its slot back when a part of it has been sent
-    can_add = not signature.dtype.is_half and has_code(signature.dtype, signature.reduction)
-    if not can_add and any(action.mode is not Mode.REPLACE for action in receives):
-        return None
-    sums, rows = _Sums(layout), []
-    for lane in range(layout.num_lanes):
-        row = functools.partial(_row, sums, peers, lane)
-        rows.append(array("q", itertools.chain.from_iterable(map(row, program.actions, layout.regions(lane)))))
-    lane_peers = [range(len(peers))] * len(rows)
+    rows = _Rows(layout, peers, has_states=has_states)
     return RelayPlan(
         peers=peers,
         sources=frozenset(action.peer for action in receives if action.chunk != NOTHING),
         targets=frozenset(program.targets),
-        rows=rows,
-        lanes=words.lanes_of(rows, [layout.expectation.packed] * len(rows), lane_peers, of_blocks=False),
+        rows=rows.by_lane,
+        lanes=words.lanes_of(rows.by_lane, [layout.expectation.packed] * layout.num_lanes, of_blocks=False),
+        has_states=has_states,
         ahead=0,
-        positions=functools.partial(_positions_of_lanes, [_following(row) for row in rows]),
+        standing=functools.partial(
+            _standing_of_lanes, [_following(row) for row in rows.by_lane], has_states=has_states
+        ),
         kind=KINDS.get(signature.dtype, FLOAT32),
         itemsize=signature.dtype.itemsize,
         reduction=REDUCTIONS.get(signature.reduction, SUM),
         divisor=len(layout.ranks) if signature.reduction is ReduceOp.AVG else 1,
-        sums=sums.numbers,
-        sum_bytes=sums.num_bytes,
+        sums=rows.sums,
+        num_slots=rows.num_slots,
+        slot_bytes=rows.slot_bytes,
     )
 
 
@@ -159,52 +208,139 @@ def _following(rows: array[int]) -> _Positions:
     ]
 
 
-def _positions_of_lanes(following: list[_Positions], operation: Operation, waiting: _Waiting) -> _Positions | None:
-    """Return ``RelayPlan.positions``; ``following``: by lane, what ``_following`` returns."""
-    if any(lane.arrivals for lane in operation.lanes):
-        return None
+def _standing_of_lanes(
+    following: list[_Positions], operation: Operation, waiting: _Waiting, *, has_states: bool
+) -> Standing | None:
+    """Return ``RelayPlan.standing``; ``following``: by lane, what ``_following`` returns."""
     first: dict[int, int] = {}  # by lane: the first action whose message waits
-    for lane, index in waiting:
-        first[lane] = min(first.get(lane, index), index)
-    return [
-        (rows[lane.position][0], rows[first.get(lane.index, lane.position)][1])
-        for lane, rows in zip(operation.lanes, following, strict=True)
-    ]
+    for number, index in waiting:
+        first[number] = min(first.get(number, index), index)
+    standing = Standing([], [], [])
+    for lane, rows in zip(operation.lanes, following, strict=True):
+        if lane.arrivals and (not has_states or any(arrival.computing for arrival in lane.arrivals.values())):
+            return None
+        receives, sends = rows[lane.position][0], rows[first.get(lane.index, lane.position)][1]
+        standing.positions.append((receives, sends))
+        if has_states:
+            sent = [index for index in range(sends, lane.position) if (lane.index, index) not in waiting]
+            there = [index for index, arrival in lane.arrivals.items() if arrival.buffer is None]
+            standing.carried_out.extend((lane.index, index) for index in (*sent, *there))
+            standing.early.extend(
+                (lane.index, index, arrival.buffer)
+                for index, arrival in lane.arrivals.items()
+                if arrival.buffer is not None
+            )
+    return standing
 
 
-class _Sums:
-    """The unfinished sums of an operation that are not kept in its tensor.
+class _Rows:
+    """The rows of the lanes of an operation.
 
     Attributes:
-        numbers: By buffer and lane: the number of the sum.
-        num_bytes: The length of the longest sum, rounded up so that each begins with a line of the cache.
+        by_lane: The rows of each lane, one after the other.
+        sums: See ``RelayPlan``.
+        num_slots: See ``RelayPlan``.
+        slot_bytes: See ``RelayPlan``; it begins and ends with a line of the cache.
     """
 
-    def __init__(self, layout: OperationLayout) -> None:
-        self._layout = layout
-        self.numbers: dict[tuple[int, int], int] = {}
-        longest = max(layout.accumulator_bytes(buffer, 0) for buffer in range(len(layout.sizes)))
-        self.num_bytes = _LINE_BYTES * max(1, -(-longest // _LINE_BYTES))
+    def __init__(self, layout: OperationLayout, peers: tuple[int, ...], *, has_states: bool) -> None:
+        """Write the rows; ``peers``: see ``RelayPlan``."""
+        self._layout, self._peers = layout, peers
+        self._actions = layout.program.actions
+        self._is_wide = layout.partial_dtype is not layout.dtype
+        uses = [index for index, action in enumerate(self._actions) if layout.keeps_partials and _uses_sum(action)]
+        is_cut = layout.program.chunking is Chunking.CUT
+        #: Whether the sums of a chunk have a slot of their own, because no two spans of chunks overlap.
+        by_chunk = _are_apart({(self._actions[index].chunk, self._actions[index].span) for index in uses})
+        #: By row that uses sums: what is equal for those of a lane that use the same ones.
+        self._keys = {
+            index: (self._actions[index].chunk, self._actions[index].span) if by_chunk or not is_cut else (0, 0)
+            for index in uses
+        }
+        bounds = {key: self._bounds(key) for key in self._keys.values()}
+        longest, num_early = 1, 0
+        self.sums: list[Sum] = []
+        numbers: list[dict[_Key, int]] = []
+        for lane in range(layout.num_lanes):
+            numbers.append({})
+            for index, (action, region) in enumerate(zip(self._actions, layout.regions(lane), strict=True)):
+                if region is None:
+                    continue
+                key = self._keys.get(index)
+                if key is not None and key not in numbers[lane]:
+                    numbers[lane][key] = len(self.sums)
+                    start, stop = region.wide_start, region.wide_stop
+                    if not by_chunk:
+                        start, stop = 0, layout.accumulator_bytes(region.buffer, lane)
+                    self.sums.append(Sum((region.buffer, lane), start, stop, *bounds[key]))
+                    longest = max(longest, stop - start)
+                if has_states and isinstance(action, Receive) and not _may_replace(action):
+                    longest, num_early = max(longest, region.body_bytes), num_early + 1
+        self.slot_bytes = _LINE_BYTES * -(-longest // _LINE_BYTES)
+        self.num_slots = len(self.sums) + num_early
+        self.by_lane = [
+            array("q", itertools.chain.from_iterable(self._rows(found, layout.regions(lane))))
+            for lane, found in enumerate(numbers)
+        ]
 
-    def place(self, lane: int, region: Region, *, partial: bool) -> tuple[int, int]:
-        """Return the buffer and the first byte of a region: of the unfinished sums, if they are kept apart."""
-        if not partial or not self._layout.keeps_partials:
-            return region.buffer, region.start
-        number = self.numbers.setdefault((region.buffer, lane), len(self.numbers))
-        return words.OF_SUMS, number * self.num_bytes + region.wide_start
+    def _bounds(self, key: _Key) -> tuple[int, int]:
+        """Return the first and the last row that use the sums of a key, as in ``Sum``."""
+        indices = [index for index, used in self._keys.items() if used == key]
+        sends = [index for index in indices if isinstance(self._actions[index], Send)]
+        last = self._actions[indices[-1]]
+        # Messages that send the same sums may leave in any order.
+        ends_with_sum = isinstance(last, Receive) and last.mode is Mode.COMBINE_LAST and not sends
+        is_last = ends_with_sum or sends == indices[-1:]
+        return indices[0], indices[-1] if is_last else len(self._actions)
+
+    def _rows(self, numbers: Mapping[_Key, int], regions: Sequence[Region | None]) -> Iterator[tuple[int, ...]]:
+        """Yield the rows of a lane; ``numbers``: the numbers of its sums, by key."""
+        for index, (action, region) in enumerate(zip(self._actions, regions, strict=True)):
+            if region is None:
+                yield words.NOTHING, *(ROW.num_words - 1) * [0]
+                continue
+            total = own = region.buffer, region.start
+            manner = 0
+            if index in self._keys:
+                number = numbers[self._keys[index]]
+                total = words.OF_SUMS, number * self.slot_bytes + region.wide_start - self.sums[number].start
+                manner = words.GIVES_BACK if self.sums[number].last == index else 0
+            if isinstance(action, Send):
+                what, local = words.SEND, total if action.partial else own
+                into = local
+            else:
+                what, local = _RECEIVE[action.mode], total if action.onto_partial else own
+                into = total if action.mode is Mode.COMBINE else (region.into, region.start)
+                manner |= self._manner(action)
+            peer = self._peers.index(action.peer)
+            yield what, manner, action.step, peer, region.body_bytes, *local, *into
+
+    def _manner(self, action: Receive) -> int:
+        """Return the bits of ``ROW.manner`` of a row that receives."""
+        manner = words.ANYTIME if action.anytime else 0
+        if self._is_wide:
+            manner |= words.WIDE_BODY if action.partial else 0
+            manner |= words.WIDE_LOCAL if action.onto_partial else 0
+            manner |= words.WIDE_RESULT if action.mode is Mode.COMBINE else 0
+        return manner
 
 
-def _row(sums: _Sums, peers: tuple[int, ...], lane: int, action: Action, region: Region | None) -> tuple[int, ...]:
-    """Return the words of a row of ``kernels.relay``."""
-    if region is None:
-        return (words.NOTHING, *(ROW.num_words - 1) * [0])
+def _uses_sum(action: Action) -> bool:
+    """Return whether an action reads or writes an unfinished sum of this rank."""
     if isinstance(action, Send):
-        what, place = words.SEND, sums.place(lane, region, partial=action.partial)
-    elif action.mode is Mode.COMBINE_LAST:
-        what, place = words.COMBINE_LAST, (region.into, region.start)
-    else:
-        what, place = _RECEIVE[action.mode], sums.place(lane, region, partial=action.mode is Mode.COMBINE)
-    return what, action.step, peers.index(action.peer), region.buffer, region.start, region.body_bytes, *place
+        return action.partial
+    return action.onto_partial or action.mode is Mode.COMBINE
+
+
+def _may_replace(action: Receive) -> bool:
+    """Return whether the message of an action may be written to its place before its turn."""
+    return action.mode is Mode.REPLACE and action.anytime
+
+
+def _are_apart(spans: Collection[tuple[int, int]]) -> bool:
+    """Return whether no two spans of chunks, each given by its first chunk and its length, overlap."""
+    in_order = sorted(spans)
+    return all(first + length <= after for (first, length), (after, _) in itertools.pairwise(in_order))
 
 
 # ----------------------------------------------------------------------------------------------------------- blocks
@@ -229,28 +365,30 @@ def _plan_of_blocks(
             what, signature, position = words.REPLACE, layout.expectation.signature_from(action.peer), (0, len(regions))
         rows.append(array("q"))
         for at in regions:
-            rows[-1].extend((what, action.step, 0, at.buffer, at.start, at.body_bytes, at.buffer, at.start))
+            rows[-1].extend((what, 0, action.step, peers.index(action.peer), at.body_bytes, *2 * (at.buffer, at.start)))
         signatures.append(signature)
         positions.append(position)
     longest = max(row[ROW.length_bytes] for row in rows)
-    lane_peers = [[peers.index(action.peer)] for action in layout.program.actions]
     return RelayPlan(
         peers=peers,
         sources=frozenset(layout.program.sources),
         targets=frozenset(layout.program.targets),
         rows=rows,
-        lanes=words.lanes_of(rows, signatures, lane_peers, of_blocks=True),
+        lanes=words.lanes_of(rows, signatures, of_blocks=True),
+        has_states=False,
         ahead=max(2, round(exchange_window(bytes_per_s, len(peers)) / longest)),
-        positions=functools.partial(_positions_of_blocks, positions),
+        standing=functools.partial(_standing_of_blocks, positions),
         kind=FLOAT32,
         itemsize=1,
         reduction=SUM,
         divisor=1,
-        sums={},
-        sum_bytes=0,
+        sums=(),
+        num_slots=0,
+        slot_bytes=0,
     )
 
 
-def _positions_of_blocks(positions: _Positions, operation: Operation, _waiting: _Waiting) -> _Positions | None:
-    """Return ``RelayPlan.positions``: the engine hands such an operation over before its first message."""
-    return None if any(lane.begun or lane.arrivals for lane in operation.lanes) else positions
+def _standing_of_blocks(positions: _Positions, operation: Operation, _waiting: _Waiting) -> Standing | None:
+    """Return ``RelayPlan.standing``: the engine hands such an operation over before its first message."""
+    has_begun = any(lane.begun or lane.arrivals for lane in operation.lanes)
+    return None if has_begun else Standing(positions, [], [])

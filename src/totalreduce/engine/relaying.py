@@ -23,7 +23,7 @@ from totalreduce.engine.operation import Carriage, Operation
 from totalreduce.engine.outbox import Outbox
 from totalreduce.engine.planner import Planner
 from totalreduce.engine.reception import Reception
-from totalreduce.engine.relay_plan import RelayPlan, plan_of
+from totalreduce.engine.relay_plan import RelayPlan, Standing, plan_of
 from totalreduce.engine.table import OperationTable
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.header import Frame
@@ -58,7 +58,7 @@ class RelayTask(NamedTuple):
         key: The operation's key.
         order: The place of its messages among those that wait.
         buffers: The bytes of the operation, as in ``engine.operation``.
-        positions: By lane: the index of the next row that receives, and of the next one that sends.
+        standing: How far messages of the engine have carried it out.
         sums: Unfinished sums that are there already: the number, as in the plan, and the bytes.
         held_back: Peers to which nothing leaves until they have submitted the operation (``Carriage.posted``).
         owner: A value of the user.
@@ -68,7 +68,7 @@ class RelayTask(NamedTuple):
     key: tuple[int, int]
     order: Order
     buffers: Sequence[memoryview | None]
-    positions: list[tuple[int, int]]
+    standing: Standing
     sums: list[tuple[int, memoryview]]
     held_back: Collection[int]
     owner: Any
@@ -226,14 +226,21 @@ class Relaying(Carrier):
                     waiting.add((message.lane, operation.program.sends[message.action.peer, message.action.step]))
         if not operation.lanes_left and not waiting:
             return False  # only messages that are half-way out are left of it
-        positions = plan.positions(operation, waiting)
-        if positions is None:
+        standing = plan.standing(operation, waiting)
+        if standing is None:
             return False
         order = Order(operation.promoted, operation.priority, operation.sequence)
-        sums = [(plan.sums[place], view) for place, view in operation.accumulators.items()]
+        sums = []
+        for number in plan.needed_sums(standing) if operation.accumulators else ():
+            found = plan.sums[number]
+            sums.append((number, operation.accumulators[found.place][found.start : found.stop]))
         held_back = operation.layout.bytes_to.keys() - operation.posted_by
-        task = RelayTask(plan, key, order, operation.buffers, positions, sums, held_back, operation)
+        task = RelayTask(plan, key, order, operation.buffers, standing, sums, held_back, operation)
         carriage = self.relay.take(task)
+        for lane in operation.lanes:  # the relay has copied the bodies that wait there for their turn
+            for arrival in lane.arrivals.values():
+                arrival.release()
+            lane.arrivals.clear()
         if held_back:
             self._to_be_asked[operation] = held_back
         operation.lanes_left = len(operation.lanes)  # until the relay reports the end: lanes that only send have ended

@@ -1,15 +1,19 @@
 """The relay: a compiled function that receives, adds and sends the messages of large operations over TCP.
 
-In a schedule whose ranks have one neighbour on each side (the ring, the chain) an arriving message says by itself what
-comes next: its bytes are added or stored, and a message of the same lane leaves. So the function needs no interpreter
-between messages. It knows *operations*, each cut into *lanes*. A lane has *rows*, which are the actions of its
-schedule, and two positions: the next row that receives (``receives``), and the next row that sends (``sends``). All
-rows before ``receives`` have been carried out, except the sends from ``sends`` on. These wait for their connection,
-which sends the most urgent message first, as ``engine.outbox.SendQueue`` does.
+An arriving message says by itself what comes next: its bytes are added or stored, and messages of the same lane leave.
+So the function needs no interpreter between messages. It knows *operations*, each cut into *lanes*. A lane has *rows*,
+which are the actions of its schedule, and two positions: the next row that receives (``receives``), and the next row
+that sends (``sends``). All rows before ``receives`` have been carried out, except the sends from ``sends`` on. These
+wait for their connection, which sends the most urgent message first, as ``engine.outbox.SendQueue`` does.
 
-The function reads a message only if its header is exactly what a lane expects next. Any other header stays in the words
-of its connection, and the function returns, so that the engine looks at it. So the wire has the same bytes with the
-relay and without it, and each rank may use it or not.
+In a ring or a chain, a lane receives from one neighbour and sends to one, so its messages come and leave in the order
+of the rows. Other lanes have several sources or targets. Each of their rows has a *state* (``LANE.states``), because a
+message may come before its turn, and messages of the engine may have left in another order. Bytes are added in the
+order of the rows all the same: what comes too early waits in memory of its own.
+
+The function reads a message only if its header is exactly what a lane expects. Any other header stays in the words of
+its connection, and the function returns, so that the engine looks at it. So the wire has the same bytes with the relay
+and without it, and each rank may use it or not.
 
 The function works on a *block* of 64-bit integers: a head, then connections, lanes and operations. For each of these,
 and for a row, there is a structure that numbers its words. Addresses are those of this process. The code is in
@@ -25,7 +29,7 @@ word                       written by                who has read it may rely on
 =========================  ========================  =============================================================
 ``OPERATION.is_promoted``  any thread; the function  nothing else: it is a flag that is set once
 ``OPERATION.has_failed``   any thread                nothing else: no further message of the operation begins
-``LANE.leaves_by``         any thread                nothing else: the peer has submitted the operation, so its
+``PEER.leaves_by``         any thread                nothing else: the peer has submitted the operation, so its
                                                      messages may leave
 ``LANE.receives``          the function              the bytes of the messages before it have come
 ``LANE.sends``             the function              the bytes of the messages before it have left
@@ -53,6 +57,7 @@ __all__ = [
     "LANE",
     "NUM_ARGUMENTS",
     "OPERATION",
+    "PEER",
     "READ_SHARED",
     "ROW",
     "WRITE_SHARED",
@@ -64,7 +69,8 @@ __all__ = [
 
 EVENTS_MAX: Final = 32
 SIGNATURE_WORDS: Final = 3
-PEERS_MAX: Final = 4
+#: How many sums of half types are computed at a time.
+SUMS_MAX: Final = 4096
 _HEADER_WORDS: Final = HEADER_BYTES // 8
 
 
@@ -95,6 +101,8 @@ class _Head(Structure):
     polled: int = 1
     vectors: int = 4
     message: int = 7
+    #: The address of memory for ``SUMS_MAX`` float32: sums of half types that are rounded at once.
+    wide_sums: int = 1
     #: How many events are for the interpreter, and these: each has two words, the descriptor and the events.
     num_events_left: int = 1
     events_left: int = 2 * EVENTS_MAX
@@ -132,9 +140,12 @@ class _Connection(Structure):
     in_got: int = 1
     in_header: int = _HEADER_WORDS
     in_refused: int = 1
-    #: The lane of the body that is arriving (``NO_LANE``; ``DISCARDED``: of an operation that has failed), where its
-    #: next byte goes, the bytes that are missing, and the bytes that wait in the window to be added.
+    #: The lane of the body that is arriving (``NO_LANE``; ``DISCARDED``: of an operation that has failed), and its row;
+    #: the address of the memory in which it comes before its turn (0: it does not); where its next byte goes, the bytes
+    #: that are missing, and the bytes that wait in the window to be added.
     in_lane: int = 1
+    in_row: int = 1
+    in_early: int = 1
     in_at: int = 1
     in_left: int = 1
     in_waiting: int = 1
@@ -187,10 +198,8 @@ class _Lane(Structure):
     length: int = 1
     receives: int = 1
     sends: int = 1
-    #: By the number of a peer in the rows: the connection that its messages come by, and the one for messages to it;
-    #: -1: there is none, or nothing may leave to the peer yet.
-    comes_by: int = PEERS_MAX
-    leaves_by: int = PEERS_MAX
+    #: The address of the states of its rows (``OPEN`` and the following ones); 0: they are carried out in order.
+    states: int = 1
     #: What is added to ``iteration`` for each row. The upper half of ``iteration`` is the lane of the operation. It
     #: grows by 1 for each row of a block (``ahead``), because row i is a message of lane i of the operation.
     per_row: int = 1
@@ -209,12 +218,14 @@ class _Operation(Structure):
     itemsize: int = 1
     reduction: int = 1
     divisor: int = 1
-    #: The address of the addresses of its buffers.
+    #: The address of the addresses of its buffers, and that of the words of its peers (``PEER``).
     buffers: int = 1
-    #: The address and the length of a slot. An unfinished sum that is not kept in the tensor has a slot from when its
-    #: message begins to arrive until it has been sent.
-    sums: int = 1
-    sum_bytes: int = 1
+    peers: int = 1
+    #: The address of the slots, and the length of one. An unfinished sum that is not kept in the tensor has a slot from
+    #: when its first message begins to arrive until the row that needs it last (``GIVES_BACK``). A body that comes
+    #: before its turn has a slot until then.
+    memory: int = 1
+    slot_bytes: int = 1
     #: The address of an array of the slot of each sum (-1: none), and of a stack of the free slots; how many of these
     #: there are, and how many there were at least.
     slots: int = 1
@@ -226,17 +237,26 @@ class _Operation(Structure):
     ahead: int = 1
 
 
+class _Peer(Structure):
+    #: The connection that its messages come by, and the one for messages to it; -1: there is none, or nothing may leave
+    #: to the peer yet.
+    comes_by: int = 1
+    leaves_by: int = 1
+
+
 class _Row(Structure):
-    #: What it does (``SEND`` and the following ones), the step of the message, the number of the peer, the buffer, the
-    #: first byte, and the length.
+    #: What it does (``SEND`` and the following ones) and how (bits of ``WIDE_BODY`` and the following ones), the step
+    #: of the message, the number of the peer, and the length of the message.
     action: int = 1
+    manner: int = 1
     step: int = 1
     peer: int = 1
+    length_bytes: int = 1
+    #: Where the bytes are with which those of a message are combined: the number of the buffer, and the first byte. The
+    #: buffer ``OF_SUMS`` stands for the unfinished sums: sum i begins at byte i * ``slot_bytes``, whatever slot it has.
     buffer: int = 1
     start: int = 1
-    length_bytes: int = 1
-    #: Where a sum is written, and where a message is sent from: the number of the buffer, and the first byte. The
-    #: buffer ``OF_SUMS`` stands for the unfinished sums: sum i begins at byte i * ``sum_bytes``, whichever slot it has.
+    #: Where the result is written, and where a message is sent from.
     into: int = 1
     into_start: int = 1
 
@@ -244,14 +264,22 @@ class _Row(Structure):
 OF_SUMS: Final = -1
 #: What a row does. ``NOTHING``: the lane has no part in this action.
 SEND, REPLACE, COMBINE, COMBINE_LAST, NOTHING = 0, 1, 2, 3, 4
+#: How it does that. Of a half type: the elements of the message, those with which they are combined, and the results
+#: are float32. A message that replaces bytes may do so before its turn. The row is the last one that needs the sum that
+#: it sends, or with which it combines the message.
+WIDE_BODY, WIDE_LOCAL, WIDE_RESULT, ANYTIME, GIVES_BACK = 1, 2, 4, 8, 16
+#: States of a row: nothing has happened; its message is arriving; it is carried out, up to the turn of later ones.
+#: Every greater number is the address of a body that waits for its turn.
+OPEN, ARRIVING, CARRIED_OUT = 0, 1, 2
 
 HEAD: Final = _Head()
 CONNECTION: Final = _Connection()
 LANE: Final = _Lane()
 OPERATION: Final = _Operation()
+PEER: Final = _Peer()
 ROW: Final = _Row()
 #: The words that other threads may write while the function runs, and those that they may read.
-READ_SHARED: Final = ("OPERATION.is_promoted", "OPERATION.has_failed", "LANE.leaves_by")
+READ_SHARED: Final = ("OPERATION.is_promoted", "OPERATION.has_failed", "PEER.leaves_by")
 WRITE_SHARED: Final = ("OPERATION.is_promoted", "LANE.receives", "LANE.sends")
 
 #: The block: the head, then connections, lanes and operations.
@@ -287,16 +315,12 @@ def next_row(rows: Sequence[int], length: int, index: int, sends: bool) -> int:
     return index
 
 
-def lanes_of(
-    rows: Sequence[array[int]], signatures: Sequence[bytes], peers: Sequence[Sequence[int]], *, of_blocks: bool
-) -> Array:
+def lanes_of(rows: Sequence[array[int]], signatures: Sequence[bytes], *, of_blocks: bool) -> Array:
     """Return the words of the lanes of an operation, as far as they depend on its layout alone; the others are 0.
 
     Args:
         rows: By lane: its rows. The words have their addresses, and do not keep them in memory.
         signatures: By lane: the packed signature of its messages.
-        peers: By lane and by the number of a peer in its rows: a number of the caller, which is in
-            ``LANE.comes_by`` and ``LANE.leaves_by``; -1 where there is no such peer.
         of_blocks: Whether the lanes are blocks (``LANE.per_row``).
 
     Returns:
@@ -312,9 +336,6 @@ def lanes_of(
     lanes[:, LANE.signature : LANE.signature + SIGNATURE_WORDS] = packed.reshape(len(rows), SIGNATURE_WORDS)
     lanes[:, LANE.rows] = [row.buffer_info()[0] for row in rows]
     lanes[:, LANE.length] = [len(row) // ROW.num_words for row in rows]
-    lanes[:, LANE.comes_by : LANE.leaves_by + PEERS_MAX] = -1
-    for begin in (LANE.comes_by, LANE.leaves_by):
-        lanes[:, begin : begin + len(peers[0])] = peers
     return lanes
 
 

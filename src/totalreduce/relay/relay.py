@@ -28,7 +28,7 @@ from totalreduce.engine.relaying import Order, RelayedTraffic, RelayTask
 from totalreduce.foundation.header import HEADER_BYTES
 from totalreduce.kernels import relay as w
 from totalreduce.kernels.arrays import Array, address_of, copy_at
-from totalreduce.kernels.relay import CONNECTION, HEAD, LANE, OPERATION, ROW
+from totalreduce.kernels.relay import CONNECTION, HEAD, LANE, OPERATION, PEER, ROW
 from totalreduce.transports.connection import Connection, UnsentLimit
 from totalreduce.transports.relay import RelayPort
 
@@ -36,7 +36,7 @@ __all__ = ["Relay", "RelaySettings", "RelayUser", "RelayedOperation"]
 
 #: The length of the memory for a part of a body that is to be added: it stays in the second-level cache.
 _WINDOW_BYTES: Final = 256 * 1024
-#: How many memories for unfinished sums are kept, and how long the used part of each is at most.
+#: How many memories of operations are kept, and how long the used part of each is at most.
 _KEPT_MAX: Final = 4
 _KEPT_BYTES_MAX: Final = 32 * 1024 * 1024
 #: The words that all lanes of an operation have alike, and that change from iteration to iteration.
@@ -84,7 +84,7 @@ class RelayedOperation(Carriage):
         lanes: The numbers of its lanes in the words.
         comes_by: The connections by which its messages come.
         leaves_by: Those by which they leave.
-        sums: The slots of the unfinished sums that are not kept in the tensor.
+        memory: The slots of the unfinished sums that are not kept in the tensor, and of bodies that come early.
         is_removed: Whether the relay has it no more, so that its number and its lanes may be those of another one.
     """
 
@@ -107,13 +107,26 @@ class RelayedOperation(Carriage):
         self._held_back = {
             line.connection.peer: line.number for line in self.leaves_by if line.connection.peer in task.held_back
         }
-        self.sums: Array | None = None
+        self.memory: Array | None = None
         self._slots: Array | None = None
         self._words, self._failed = words, failed
         self._at = w.OPERATIONS_AT + number * OPERATION.num_words
         buffers = [0 if view is None or not len(view) else address_of(view) for view in task.buffers]
         self._buffers = array("q", buffers)
+        self._peers = array("q", [-1]) * (len(task.plan.peers) * PEER.num_words)
         words[self._at + OPERATION.buffers] = self._buffers.buffer_info()[0]
+        words[self._at + OPERATION.peers] = self._peers.buffer_info()[0]
+        for lines, word in ((routes[0], PEER.comes_by), (routes[1], PEER.leaves_by)):
+            for line in lines:
+                peer = line.connection.peer
+                if word == PEER.comes_by or peer not in self._held_back:
+                    self._peers[task.plan.peers.index(peer) * PEER.num_words + word] = line.number
+        #: By lane, if the rows have states: these.
+        self._states: list[array[int]] = []
+        if task.plan.has_states:
+            self._states = [array("q", bytes(8 * len(rows) // ROW.num_words)) for rows in task.plan.rows]
+            for lane, index in task.standing.carried_out:
+                self._states[lane][index] = w.CARRIED_OUT
 
     @property
     def held_back(self) -> Sequence[int]:
@@ -125,25 +138,34 @@ class RelayedOperation(Carriage):
         """Whether all its messages have come and left."""
         return bool(self._words[self._at + OPERATION.lanes_left] == 0)
 
-    def keep_sums_in(self, memory: Array) -> None:
-        """Keep the unfinished sums in slots of this memory; copy the sums into it that the engine has begun."""
-        words, at, plan, sums = self._words, self._at, self.task.plan, self.task.sums
-        count, length = len(plan.sums), plan.sum_bytes
-        self.sums = memory
+    @property
+    def addresses_of_states(self) -> list[int]:
+        """The address of the states of the rows of each lane; none where the rows have no states."""
+        return [states.buffer_info()[0] for states in self._states]
+
+    def keep_in(self, memory: Array) -> None:
+        """Use the slots of this memory; copy the sums and the bodies into it that the engine has handed over."""
+        words, at, plan, task = self._words, self._at, self.task.plan, self.task
+        count, length = plan.num_slots, plan.slot_bytes
+        self.memory = memory
         self._slots = slots = np.full((2, count), -1)  # row 0: the slot of each sum; row 1: a stack of the free slots
         slots[1] = np.arange(count - 1, -1, -1)  # slot 0 lies on top
-        for slot, (number, view) in enumerate(sums):
+        words[at + OPERATION.memory], words[at + OPERATION.slot_bytes] = address_of(memory.data), length
+        words[at + OPERATION.slots], words[at + OPERATION.free_slots] = (address_of(row.data) for row in slots)
+        for slot, (number, view) in enumerate(task.sums):
             slots[0, number] = slot
             memory[slot * length : slot * length + len(view)] = np.frombuffer(view, np.uint8)
-        words[at + OPERATION.sums], words[at + OPERATION.sum_bytes] = address_of(memory.data), length
-        words[at + OPERATION.slots], words[at + OPERATION.free_slots] = (address_of(row.data) for row in slots)
-        words[at + OPERATION.num_free] = words[at + OPERATION.fewest_free] = count - len(sums)
+        for slot, (lane, index, view) in enumerate(task.standing.early, len(task.sums)):
+            self._states[lane][index] = words[at + OPERATION.memory] + slot * length
+            memory[slot * length : slot * length + len(view)] = np.frombuffer(view, np.uint8)
+        num_free = count - len(task.sums) - len(task.standing.early)
+        words[at + OPERATION.num_free] = words[at + OPERATION.fewest_free] = num_free
 
     @property
     def touched_bytes(self) -> int:
         """How long the part of the slots is that has been used."""
         plan = self.task.plan
-        return (len(plan.sums) - int(self._words[self._at + OPERATION.fewest_free])) * plan.sum_bytes
+        return (plan.num_slots - int(self._words[self._at + OPERATION.fewest_free])) * plan.slot_bytes
 
     def promote(self) -> None:
         """Send its messages before those of operations that are not promoted."""
@@ -152,11 +174,9 @@ class RelayedOperation(Carriage):
 
     def posted(self, peer: int) -> None:
         """Let messages leave to a peer that has submitted the operation."""
-        number, plan = self._held_back.pop(peer, None), self.task.plan
-        if number is not None and not self.is_removed:
-            indices = plan.lanes[:, LANE.leaves_by : LANE.leaves_by + w.PEERS_MAX]
-            for lane, index in np.argwhere(indices == plan.peers.index(peer)).tolist():
-                self._words[w.LANES_AT + self.lanes[lane] * LANE.num_words + LANE.leaves_by + index] = number
+        number = self._held_back.pop(peer, None)
+        if number is not None:
+            self._peers[self.task.plan.peers.index(peer) * PEER.num_words + PEER.leaves_by] = number
 
     def fail(self) -> None:
         """Receive and send no further message of it. One that is half-way out is sent to its end."""
@@ -190,7 +210,7 @@ class RelayedOperation(Carriage):
             if its_lane != lane or index == self._words[at + LANE.length]:
                 continue
             row = rows[index * ROW.num_words : (index + 1) * ROW.num_words]
-            source = plan.peers[plan.lanes[number, LANE.comes_by + row[ROW.peer]]]
+            source = plan.peers[row[ROW.peer]]
             if (source, row[ROW.step]) == (peer, step) and (plan.is_of_blocks or not row[ROW.length_bytes]):
                 return number
         return None
@@ -205,7 +225,8 @@ class RelayedOperation(Carriage):
 
     def num_received(self) -> int:
         """Return how many messages have come, those before the hand-over included."""
-        return sum(_count_receives(rows[: receives * ROW.num_words]) for rows, (receives, _) in self._lanes())
+        plan = self.task.plan
+        return sum(map(_count_receives, plan.rows)) - sum(not sends for _, sends in self._missing())
 
     def progress(self) -> str:
         """Return the progress in words."""
@@ -214,18 +235,19 @@ class RelayedOperation(Carriage):
     def needs(self, peer: int) -> bool:
         """Return whether a message to or from a peer is missing."""
         plan = self.task.plan
-        index = plan.peers.index(peer) if peer in plan.peers else -1
-        indices = plan.lanes[:, LANE.leaves_by : LANE.leaves_by + w.PEERS_MAX].tolist()
-        for (rows, (receives, sends)), numbers in zip(self._lanes(), indices, strict=True):
-            for row in range(len(rows) // ROW.num_words):
-                action, _, row_peer = rows[row * ROW.num_words : row * ROW.num_words + 3]
-                is_missing = row >= (sends if action == w.SEND else receives)
-                if is_missing and action != w.NOTHING and numbers[row_peer] == index:
-                    return True
-        return False
+        return any(plan.peers[number] == peer for number, _ in self._missing())
 
-    def _lanes(self) -> Iterator[tuple[array[int], tuple[int, int]]]:
-        return zip(self.task.plan.rows, self.positions(), strict=True)
+    def _missing(self) -> Iterator[tuple[int, bool]]:
+        """Yield the number of the peer, and whether it leaves, of every message that has not come or left."""
+        for lane, (rows, (receives, sends)) in enumerate(zip(self.task.plan.rows, self.positions(), strict=True)):
+            states = self._states[lane] if self._states else None
+            for index in range(min(receives, sends), len(rows) // ROW.num_words):
+                action, peer = rows[index * ROW.num_words], rows[index * ROW.num_words + ROW.peer]
+                is_missing = index >= (sends if action == w.SEND else receives)
+                if states is not None and states[index] > w.ARRIVING:
+                    is_missing = False
+                if is_missing and action != w.NOTHING:
+                    yield peer, action == w.SEND
 
 
 @final
@@ -386,14 +408,16 @@ class Relay:
         self._port, self._user, self._bulk_bytes = port, user, settings.bulk_bytes
         self._loaded = w.load()
         block = np.zeros(w.BLOCK_WORDS, np.int64)
-        self._event_memory = np.zeros(w.EVENTS_MAX * _EVENT_BYTES, np.uint8)
+        #: For the function: room for sums, and behind it for events.
+        self._room = np.zeros(4 * w.SUMS_MAX + w.EVENTS_MAX * _EVENT_BYTES, np.uint8)
         #: A memoryview reads and writes a word in a third of the time that an array takes.
         self._words = words = block.data
         #: The words of all lanes, a row for each.
         self._lanes = block[w.LANES_AT : w.OPERATIONS_AT].reshape(w.LANES_MAX, LANE.num_words)
         self._lanes[:, LANE.operation] = -1
         words[HEAD.address], words[HEAD.epoll] = address_of(words), port.epoll_fd
-        words[HEAD.events], words[HEAD.event_bytes] = address_of(self._event_memory.data), _EVENT_BYTES
+        words[HEAD.wide_sums] = address_of(self._room.data)
+        words[HEAD.events], words[HEAD.event_bytes] = words[HEAD.wide_sums] + 4 * w.SUMS_MAX, _EVENT_BYTES
         words[HEAD.event_data], words[HEAD.prologue] = _EVENT_DATA, int.from_bytes(settings.prologue, "little")
         words[HEAD.is_fifo], words[HEAD.starvation_limit] = settings.is_fifo, settings.starvation_limit
         self._lines: dict[Connection, _Line] = {}
@@ -403,8 +427,8 @@ class Relay:
         self._failed: deque[RelayedOperation] = deque()
         #: ``_Line.needs_attention`` of any connection, as ``pump`` or ``settle`` has left it.
         self._needs_attention = False
-        #: Memory for unfinished sums of later operations, by its length: to touch fresh memory takes time.
-        self._sums: dict[int, Array] = {}
+        #: Memory for slots of later operations, by its length: to touch fresh memory takes time.
+        self._memories: dict[int, Array] = {}
         self._free_lines = list(range(w.CONNECTIONS_MAX))
         self._free_operations = list(range(w.OPERATIONS_MAX))
         self._free_lanes = list(range(w.LANES_MAX))
@@ -522,19 +546,20 @@ class Relay:
     def take(self, task: RelayTask) -> RelayedOperation:
         """Take an operation that can be taken now."""
         plan = task.plan
-        comes_by: list[_Line | None] = [None] * len(plan.peers)
-        leaves_by: list[_Line | None] = [None] * len(plan.peers)
-        for index, peer in enumerate(plan.peers):  # each counts before the next one is made, in place of an idle one
+        comes_by, leaves_by = set(), set()
+        for peer in plan.peers:  # each counts before the next one is made, in place of an idle one
             incoming, outgoing = self._comes_by(peer), self._leaves_by(peer)
             if peer in plan.sources and incoming is not None:
-                line = comes_by[index] = self._line(incoming)
+                line = self._line(incoming)
                 line.readers += 1
+                comes_by.add(line)
             if peer in plan.targets and outgoing is not None:
-                line = leaves_by[index] = self._line(outgoing)
+                line = self._line(outgoing)
                 line.writers += 1
+                leaves_by.add(line)
         return self._add(task, comes_by, leaves_by)
 
-    def _add(self, task: RelayTask, comes_by: list[_Line | None], leaves_by: list[_Line | None]) -> RelayedOperation:
+    def _add(self, task: RelayTask, comes_by: set[_Line], leaves_by: set[_Line]) -> RelayedOperation:
         """Write the words of an operation and of its lanes."""
         plan, words = task.plan, self._words
         number = heapq.heappop(self._free_operations)
@@ -545,19 +570,17 @@ class Relay:
         words[at + OPERATION.kind], words[at + OPERATION.itemsize] = plan.kind, plan.itemsize
         words[at + OPERATION.reduction], words[at + OPERATION.divisor] = plan.reduction, plan.divisor
         words[at + OPERATION.ahead] = plan.ahead
-        routes = {line for line in comes_by if line is not None}, {line for line in leaves_by if line is not None}
+        routes = comes_by, leaves_by
         operation = self._operations[number] = RelayedOperation(words, self._failed, task, number, lanes, routes)
-        if plan.sums:
-            num_bytes = len(plan.sums) * plan.sum_bytes
-            memory = self._sums.pop(num_bytes, None)
-            operation.keep_sums_in(np.empty(num_bytes, np.uint8) if memory is None else memory)
-        words[at + OPERATION.lanes_left] = self._write_lanes(operation, comes_by, leaves_by)
+        if plan.num_slots:
+            num_bytes = plan.num_slots * plan.slot_bytes
+            memory = self._memories.pop(num_bytes, None)
+            operation.keep_in(np.empty(num_bytes, np.uint8) if memory is None else memory)
+        words[at + OPERATION.lanes_left] = self._write_lanes(operation)
         words[HEAD.num_lanes] = max(words[HEAD.num_lanes], lanes[-1] + 1)
         return operation
 
-    def _write_lanes(
-        self, operation: RelayedOperation, comes_by: list[_Line | None], leaves_by: list[_Line | None]
-    ) -> int:
+    def _write_lanes(self, operation: RelayedOperation) -> int:
         """Write the words of the lanes of an operation; return how many of them have not ended.
 
         All lanes at once: an operation has hundreds of them, and one by one they took 0.6 ms.
@@ -567,12 +590,10 @@ class Relay:
         lanes = plan.lanes.copy()
         lanes[:, _SAME] = operation.number, _word(key), task.order.priority & 0xFFFFFFFF
         lanes[:, LANE.iteration] += iteration
-        may_leave = [None if peer in task.held_back else line for peer, line in zip(plan.peers, leaves_by, strict=True)]
-        for begin, lines in ((LANE.comes_by, comes_by), (LANE.leaves_by, may_leave)):
-            numbers = np.array([*(-1 if line is None else line.number for line in lines), -1])  # [-1]: no such peer
-            lanes[:, begin : begin + w.PEERS_MAX] = numbers[lanes[:, begin : begin + w.PEERS_MAX]]
+        if plan.has_states:
+            lanes[:, LANE.states] = operation.addresses_of_states
         positions = lanes[:, LANE.receives : LANE.sends + 1]
-        positions[:] = task.positions
+        positions[:] = task.standing.positions
         self._lanes[operation.lanes] = lanes
         return int(np.count_nonzero(positions.min(axis=1) < lanes[:, LANE.length]))
 
@@ -588,10 +609,10 @@ class Relay:
         for line in operation.comes_by | operation.leaves_by:
             if self._lines.get(line.connection) is not line:
                 self._free_number(line)
-        if operation.sums is not None and operation.has_ended and operation.touched_bytes <= _KEPT_BYTES_MAX:
-            self._sums[len(operation.sums)] = operation.sums
-            if len(self._sums) > _KEPT_MAX:
-                del self._sums[next(iter(self._sums))]
+        if operation.memory is not None and operation.has_ended and operation.touched_bytes <= _KEPT_BYTES_MAX:
+            self._memories[len(operation.memory)] = operation.memory
+            if len(self._memories) > _KEPT_MAX:
+                del self._memories[next(iter(self._memories))]
         heapq.heappush(self._free_operations, operation.number)
         for lane in operation.lanes:
             words[w.LANES_AT + lane * LANE.num_words + LANE.operation] = -1

@@ -80,9 +80,10 @@ def test_the_words_that_other_threads_use_of_an_operation_in_the_relay_are_the_s
             if isinstance(node, ast.Subscript) and getattr(node.value, "attr", getattr(node.value, "id", "")) in (
                 "words",
                 "_words",
+                "_peers",
             ):
                 (read if isinstance(node.ctx, ast.Load) else written).update(
-                    names_in(node.slice) - {"self._at", "w.LANES_AT", "LANE.num_words"}
+                    names_in(node.slice) - {"self._at", "w.LANES_AT", "LANE.num_words", "PEER.num_words"}
                 )
     assert written == set(relay.READ_SHARED)
     assert read == set(relay.WRITE_SHARED) - {"OPERATION.is_promoted"}

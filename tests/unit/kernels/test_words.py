@@ -12,7 +12,7 @@ from totalreduce.kernels import atomics, exchange, relay
 from totalreduce.kernels.words import LINE_WORDS, Structure
 
 STRUCTURES = [
-    *(relay.HEAD, relay.CONNECTION, relay.LANE, relay.OPERATION, relay.ROW),
+    *(relay.HEAD, relay.CONNECTION, relay.LANE, relay.OPERATION, relay.PEER, relay.ROW),
     *(exchange.HEAD, exchange.PEER, exchange.ENTRY),
 ]
 #: By what has the number of the first word, a variable or a function: the structure. Without one it is the head.

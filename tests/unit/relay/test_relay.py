@@ -2,24 +2,38 @@
 
 import contextlib
 import dataclasses
+import itertools
 import random
 from array import array
 from collections import deque
 
 import numpy as np
 import pytest
+import torch
 from tcp_ranks import CONFIG, Message, Rank, settle, turn
 
 from totalreduce.engine.engine import Engine
-from totalreduce.engine.relay_plan import RelayPlan
+from totalreduce.engine.relay_plan import RelayPlan, Standing, Sum, plan_of
 from totalreduce.engine.relaying import Order, RelayTask
 from totalreduce.engine.submission import Submission
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.header import Flag, Frame, Header
 from totalreduce.foundation.partition import PIECE_BYTES_MIN, exchange_window
 from totalreduce.foundation.types import DType, OpKind, ReduceOp, Signature
+from totalreduce.kernels import combine
 from totalreduce.kernels import relay as words
-from totalreduce.kernels.element_types import FLOAT32, FLOAT64, INT32, INT64, MAX, MIN, PRODUCT, SUM
+from totalreduce.kernels.element_types import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    FLOAT64,
+    INT32,
+    INT64,
+    MAX,
+    MIN,
+    PRODUCT,
+    SUM,
+)
 from totalreduce.kernels.relay import LANE, ROW
 from totalreduce.relay.relay import Relay, RelayedOperation, RelaySettings
 from totalreduce.schedules.actions import Send
@@ -84,12 +98,33 @@ def pair(request):
             rank.transport.close(0.0)
 
 
-def row(action, step, start, num_bytes):
-    return action, step, 0, 0, start, num_bytes, 0, start
+def row(action, step, start, num_bytes, *, manner=0, into=(0, None)):
+    """Return a row of the only buffer; ``into``: the buffer and the first byte of the result, if they are others."""
+    return action, manner, step, 0, num_bytes, 0, start, into[0], start if into[1] is None else into[1]
 
 
-def task(number, rows, buffer, *, priority=0, promoted=False, kind=FLOAT32, reduction=SUM, divisor=1, lanes=1):
-    """Return a task with the same rows in every lane, for messages with the operation id ``number``."""
+#: The bytes of an element.
+ITEMSIZES = {FLOAT32: 4, FLOAT64: 8, INT32: 4, INT64: 8, BFLOAT16: 2, FLOAT16: 2}
+
+
+def task(
+    number,
+    rows,
+    buffer,
+    *,
+    priority=0,
+    promoted=False,
+    kind=FLOAT32,
+    reduction=SUM,
+    divisor=1,
+    lanes=1,
+    slots=(0, 0),
+    has_states=False,
+):
+    """Return a task with the same rows in every lane, for messages with the operation id ``number``.
+
+    ``slots``: the number and the length of the slots; the first one is that of a sum.
+    """
     sends = [each[0] == words.SEND for each in rows]
     lane_rows = [array("q", [word for each in rows for word in each]) for _ in range(lanes)]
     plan = RelayPlan(
@@ -97,20 +132,23 @@ def task(number, rows, buffer, *, priority=0, promoted=False, kind=FLOAT32, redu
         sources=frozenset({1} if False in sends else ()),
         targets=frozenset({1} if True in sends else ()),
         rows=lane_rows,
-        lanes=words.lanes_of(lane_rows, [SIGNATURE] * lanes, [[0]] * lanes, of_blocks=False),
+        lanes=words.lanes_of(lane_rows, [SIGNATURE] * lanes, of_blocks=False),
+        has_states=has_states,
         ahead=0,
-        positions=lambda operation, waiting: None,
+        standing=lambda operation, waiting: None,
         kind=kind,
-        itemsize=8 if kind in (FLOAT64, INT64) else 4,
+        itemsize=ITEMSIZES[kind],
         reduction=reduction,
         divisor=divisor,
-        sums={},
-        sum_bytes=0,
+        sums=(),
+        num_slots=slots[0],
+        slot_bytes=slots[1],
     )
     receives, leaves = (sends.index(what) if what in sends else len(rows) for what in (False, True))
     positions = [(receives, leaves)] * lanes
     order = Order(promoted, priority, number)
-    return RelayTask(plan, (number, 0), order, [memoryview(buffer).cast("B")], positions, [], (), number)
+    standing = Standing(positions, [], [])
+    return RelayTask(plan, (number, 0), order, [memoryview(buffer).cast("B")], standing, [], (), number)
 
 
 def block_task(number, buffer, *, ahead, held_back=()):
@@ -122,9 +160,9 @@ def block_task(number, buffer, *, ahead, held_back=()):
     ]
     count = half // 1000
     made = task(number, [row(words.SEND, 1, 0, 1000), row(words.REPLACE, 1, 0, 1000)], buffer)
-    lane_words = words.lanes_of(rows, [SIGNATURE] * 2, [[0]] * 2, of_blocks=True)
+    lane_words = words.lanes_of(rows, [SIGNATURE] * 2, of_blocks=True)
     plan = dataclasses.replace(made.plan, rows=rows, lanes=lane_words, ahead=ahead)
-    return made._replace(plan=plan, positions=[(count, 0), (0, count)], held_back=held_back)
+    return made._replace(plan=plan, standing=Standing([(count, 0), (0, count)], [], []), held_back=held_back)
 
 
 class Part(Message):
@@ -182,17 +220,18 @@ def sums_task(number, buffer, *, lanes, handed=()):
         array(
             "q",
             [
-                *(words.COMBINE, 0, 0, 0, 1000 * lane, 1000, words.OF_SUMS, 1024 * lane),
-                *(words.SEND, 1, 0, 0, 1000 * lane, 1000, words.OF_SUMS, 1024 * lane),
+                *(words.COMBINE, 0, 0, 0, 1000, 0, 1000 * lane, words.OF_SUMS, 1024 * lane),
+                *(words.SEND, words.GIVES_BACK, 1, 0, 1000, 0, 1000 * lane, words.OF_SUMS, 1024 * lane),
             ],
         )
         for lane in range(lanes)
     ]
-    sums = {(0, lane): lane for lane in range(lanes)}
-    lane_words = words.lanes_of(rows, [SIGNATURE] * lanes, [[0]] * lanes, of_blocks=False)
-    plan = dataclasses.replace(made.plan, rows=rows, lanes=lane_words, sums=sums, sum_bytes=1024)
+    sums = [Sum((0, lane), 0, 1000, 0, 1) for lane in range(lanes)]
+    lane_words = words.lanes_of(rows, [SIGNATURE] * lanes, of_blocks=False)
+    plan = dataclasses.replace(made.plan, rows=rows, lanes=lane_words, sums=sums, num_slots=lanes, slot_bytes=1024)
     positions = [(2, 1) if lane in dict(handed) else (0, 1) for lane in range(lanes)]
-    return made._replace(plan=plan, positions=positions, sums=[(lane, memoryview(body)) for lane, body in handed])
+    standing = Standing(positions, [], [])
+    return made._replace(plan=plan, standing=standing, sums=[(lane, memoryview(body)) for lane, body in handed])
 
 
 @pytest.mark.parametrize("at_once", [False, True])
@@ -329,6 +368,153 @@ def test_every_reduction_of_bodies_that_come_in_pieces(pair, kind, dtype, reduct
     turn((user,), lambda: user.ended == [9])
     np.testing.assert_array_equal(buffer, function(mine, theirs))
     assert connection.incoming.is_between_messages
+
+
+#: By kind: the element type of the kernels, and that of torch.
+HALVES = {BFLOAT16: (DType.BFLOAT16, torch.bfloat16), FLOAT16: (DType.FLOAT16, torch.float16)}
+
+
+def receive_halves(pair, mine, theirs, num_results, *, action, manner, **options):
+    """Return the bytes of the results of a message of half types, or of their sums, that comes in pieces.
+
+    ``mine`` has the bytes with which it is combined, and room for the results behind them.
+    """
+    user, peer = pair
+    buffer = np.concatenate([mine, np.zeros(num_results, np.uint8)])
+    made = row(action, 0, 0, len(theirs), manner=manner, into=(0, len(mine)))
+    user.waiting.append(task(9, [made], buffer, **options))
+    turn(pair, lambda: user.relay_has)
+    (sock,) = (c.sock for c in peer.transport._peers.bulk_routes.values())
+    stream, sizes = Part(9, 0, theirs).header + theirs.tobytes(), random.Random(len(theirs))
+    sock.setblocking(True)
+    while stream:
+        size = sizes.choice([1, 3, 63, 65, 4097, 100_003])
+        sock.sendall(stream[:size])
+        stream = stream[size:]
+        user.transport.wait(0.0)
+        user.transport.progress()
+    sock.setblocking(False)
+    turn((user,), lambda: user.ended == [9])
+    np.testing.assert_array_equal(buffer[: len(mine)], mine)
+    return buffer[len(mine) :]
+
+
+def as_bytes(tensor):
+    return tensor.view(torch.uint8).numpy()
+
+
+@pytest.mark.parametrize("kind", HALVES)
+@pytest.mark.parametrize("wide", list(itertools.product([False, True], repeat=3)), ids=str)
+@pytest.mark.parametrize(("reduction", "divisor"), [(SUM, 3), (PRODUCT, 1)])
+def test_half_types_have_the_bits_of_the_kernels(pair, kind, wide, reduction, divisor):
+    """The message, what it is combined with, and the result may each be of the half type, or float32."""
+    dtype, half = HALVES[kind]
+    (body_wide, local_wide, result_wide), count = wide, 30_011
+    manner = words.WIDE_BODY * body_wide + words.WIDE_LOCAL * local_wide + words.WIDE_RESULT * result_wide
+    generator = torch.Generator().manual_seed(manner)
+    theirs, mine = (
+        torch.randn(count, generator=generator).to(torch.float32 if is_wide else half)
+        for is_wide in (body_wide, local_wide)
+    )
+    types = [DType.FLOAT32 if is_wide else dtype for is_wide in wide]
+    expected = np.zeros(count * types[2].itemsize, np.uint8)
+    combine(
+        ReduceOp.AVG if reduction is SUM else ReduceOp.PRODUCT,
+        memoryview(as_bytes(mine)),
+        memoryview(as_bytes(theirs)),
+        memoryview(expected),
+        local_dtype=types[1],
+        incoming_dtype=types[0],
+        destination_dtype=types[2],
+        divisor=divisor,
+    )
+    options = {"kind": kind, "reduction": reduction, "divisor": divisor}
+    result = receive_halves(
+        pair, as_bytes(mine), as_bytes(theirs), len(expected), action=words.COMBINE_LAST, manner=manner, **options
+    )
+    np.testing.assert_array_equal(result, expected)
+
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_every_half_is_widened_and_rounded_to_itself(pair, kind):
+    """Multiplied by one, each of all 65,536; what is not a number stays so."""
+    _, half = HALVES[kind]
+    every = torch.from_numpy(np.arange(65_536, dtype=np.uint16).view(np.int16)).view(half)
+    options = {"kind": kind, "reduction": PRODUCT, "action": words.COMBINE_LAST, "manner": 0}
+    result = receive_halves(pair, as_bytes(torch.ones(65_536, dtype=half)), as_bytes(every), 2 * 65_536, **options)
+    numbers, kept = torch.from_numpy(result).view(half), ~every.isnan()
+    assert torch.equal(numbers[kept].view(torch.int16), every[kept].view(torch.int16))
+    assert numbers[~kept].isnan().all()
+
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_sums_are_rounded_to_the_nearest_half_and_the_even_one_of_two(pair, kind):
+    """Every float32 that is a half, lies between two of them, or next to that, with both signs; and too large ones."""
+    half = HALVES[kind][1]
+    every = torch.from_numpy(np.arange(32_768, dtype=np.uint16).view(np.int16)).view(half)
+    finite = every[every.isfinite()].float()
+    between = (finite.double() + torch.cat([finite[1:], finite[-1:] * 2]).double()).div(2).float()
+    near = [torch.nextafter(between, torch.tensor(limit)) for limit in (0.0, torch.inf)]
+    extreme = torch.tensor([1e-45, 1e-40, 3e38, torch.inf, 65_519.0, 65_520.0])
+    values = torch.cat([finite, between, *near, extreme])
+    values = torch.cat([values, -values])
+    ones = as_bytes(torch.ones(len(values), dtype=half))
+    expected = values.to(half)
+    options = {"kind": kind, "reduction": PRODUCT, "action": words.COMBINE_LAST, "manner": words.WIDE_BODY}
+    result = receive_halves(pair, ones, as_bytes(values), 2 * len(values), **options)
+    assert torch.equal(torch.from_numpy(result).view(torch.int16), expected.view(torch.int16))
+
+
+def test_bodies_that_come_before_their_turn_are_added_in_the_order_of_the_rows(pair):
+    """Such as messages of several sources. One that replaces bytes, and may do so at any time, waits for nothing."""
+    user, peer = pair
+    arrived = accept_all(peer)
+    generator = np.random.default_rng(1)
+    bodies = [(generator.random(250) * 10.0 ** (3 * step)).astype(np.float32) for step in range(5)]
+    buffer = bodies[0].copy()
+    rows = [
+        *(row(words.COMBINE, step, 0, 1000) for step in (1, 2)),
+        row(words.COMBINE_LAST, 3, 0, 1000),
+        row(words.SEND, 5, 0, 1000),
+        row(words.REPLACE, 4, 1000, 1000, manner=words.ANYTIME),
+        row(words.REPLACE, 6, 2000, 1000),
+    ]
+    buffer = np.concatenate([bodies[0], np.zeros(500, np.float32)])
+    user.waiting.append(task(9, rows, buffer, divisor=2, slots=(5, 1024), has_states=True))
+    turn(pair, lambda: user.relay_has)
+    relayed = user.relay_has[9]
+    for count, step in enumerate((3, 4, 2), 1):
+        peer.post_bulk(Part(9, step, bodies[step]))
+        turn(pair, lambda count=count: relayed.num_received() == count)
+    peer.post_bulk(Part(9, 6, bodies[1]))
+    turn(pair, lambda: relayed.num_received() == 4)
+    np.testing.assert_array_equal(buffer, np.concatenate([bodies[0], bodies[4], np.zeros(250, np.float32)]))
+    assert relayed.needs(1)
+    assert relayed.touched_bytes == 3 * 1024
+    refused = accept_all(user)
+    peer.post_bulk(Part(9, 2, bodies[0]), Part(9, 1, bodies[1]))
+    turn(pair, lambda: user.ended == [9] and len(arrived) == 1)
+    total = (((bodies[0] + bodies[1]) + bodies[2]) + bodies[3]) / np.float32(2)
+    np.testing.assert_array_equal(buffer, np.concatenate([total, bodies[4], bodies[1]]))
+    assert arrived == [(9, 5, total.tobytes())]
+    assert refused == [(9, 2, bodies[0].tobytes())], "a message that came before is not read a second time"
+
+
+def test_a_body_that_waits_for_its_turn_is_forgotten_when_the_operation_fails(pair):
+    user, peer = pair
+    buffer = np.zeros(250, np.float32)
+    rows = [row(words.COMBINE_LAST, step, 0, 1000) for step in (1, 2)]
+    user.waiting.append(task(9, rows, buffer, slots=(2, 1024), has_states=True))
+    turn(pair, lambda: user.relay_has)
+    peer.post_bulk(Part(9, 2, np.ones(250, np.float32)))
+    turn(pair, lambda: user.relay_has[9].num_received() == 1)
+    user.relay_has[9].fail()
+    user.transport.progress()
+    refused = accept_all(user)
+    peer.post_bulk(Part(9, 1, np.ones(250, np.float32)))
+    turn(pair, lambda: refused)
+    assert not buffer.any()
+    assert not user.relay._operations
 
 
 def test_heartbeats_between_messages_and_headers_in_pieces(pair):
@@ -631,7 +817,7 @@ class Taker:
         lines = {Line(peer) for peer in task.plan.targets}
         made = RelayedOperation(self.words, self.failed, task, 0, list(range(len(task.plan.rows))), (set(), lines))
         self.taken.append(made)
-        for lane, positions in enumerate(task.positions):
+        for lane, positions in enumerate(task.standing.positions):
             self.put(lane, *positions)
         return made
 
@@ -690,7 +876,7 @@ def test_an_operation_in_the_relay_needs_a_peer_until_its_last_message():
     assert operation.needs(2)
     task = relay.taken[0].task
     length = len(operation.program.actions)
-    for lane, (receives, _) in enumerate(task.positions):
+    for lane, (receives, _) in enumerate(task.standing.positions):
         relay.put(lane, receives, length)
     assert not operation.needs(1)
     assert operation.needs(2)
@@ -721,10 +907,10 @@ def test_a_known_operation_is_in_the_relay_from_its_first_message_on(kind):
     assert set(relayed.task.held_back) == targets
     lengths = [len(rows) // ROW.num_words for rows in relayed.task.plan.rows]
     if kind is OpKind.ALLTOALL:
-        assert relayed.task.positions == [(4, 0), (4, 0), (0, 4), (0, 4)]
+        assert relayed.task.standing.positions == [(4, 0), (4, 0), (0, 4), (0, 4)]
         assert lengths == [4] * 4
     else:
-        assert {sends for _, sends in relayed.task.positions} == {0}
+        assert {sends for _, sends in relayed.task.standing.positions} == {0}
 
 
 def test_peers_that_say_nothing_are_asked_whether_they_have_submitted_an_operation():
@@ -819,6 +1005,48 @@ def test_a_rank_that_leaves_fails_an_operation_that_waits_for_the_relay():
     engine.relaying.hand_over(1.0)
     assert not engine.relaying.candidates
     assert operation.carriage is None
+
+
+def test_what_has_come_before_its_turn_is_handed_over():
+    """Rank 0 adds what rank 2 sends, then what rank 1 sends. That of rank 1 has come, and messages have left."""
+    relay = Taker()
+    engine = engine_with(relay)
+    operation = submit(engine, OpKind.ALLREDUCE, 2400, algorithm="direct")
+    assert [action.peer for action in operation.program.actions[:4]] == [1, 2, 2, 1]
+    theirs, layout = bytes(range(64)), operation.layout
+    region = layout.regions(1)[3]
+    assert region.body_bytes == len(theirs)
+    header = Header(
+        Frame.DATA, 0, *operation.key, lane=1, body_bytes=64, flags=Flag.EAGER, signature=layout.expectation.packed
+    )
+    delivery = engine.accept(1, header, 0.0)
+    delivery.view[:] = theirs
+    engine.delivered(delivery, 0.0)
+    left = engine.next_message(2, 0.0, bulk=True).queued
+    assert (left.lane, left.action.peer) == (0, 2)
+    for peer in (1, 2):
+        engine._rendezvous.on_posted(peer, operation.key)
+    engine.relaying.hand_over(0.0)
+    standing = relay.taken[0].task.standing
+    assert [(lane, index, bytes(view)) for lane, index, view in standing.early] == [(1, 3, theirs)]
+    assert standing.carried_out == [(0, 1)]
+    assert set(standing.positions) == {(2, 0)}
+    assert not any(lane.arrivals for lane in operation.lanes)
+    assert engine.reception.scratch.in_use == 0
+
+
+def test_sums_of_half_types_that_are_there_are_handed_over():
+    """Those that have not left: rank 0 of three has the sum of chunk 2 in one lane, and has sent that of another."""
+    relay = Taker()
+    engine = engine_with(relay)
+    signature = Signature(OpKind.ALLREDUCE, DType.BFLOAT16, ReduceOp.SUM, 0, (600,), algorithm="ring")
+    operation = engine.submit(Submission("name", signature, [memoryview(bytearray(1200))]), 0.0)
+    plan = plan_of(operation.layout, frozenset({1, 2}), engine.config, 1e9)
+    assert plan.num_slots == len(plan.sums) == operation.layout.num_lanes
+    assert {(each.first, each.last) for each in plan.sums} == {(1, 2)}
+    positions = [(5, 4)] * plan.num_slots
+    positions[0], positions[1] = (3, 2), (1, 2)
+    assert plan.needed_sums(Standing(positions, [], [])) == [0]
 
 
 @pytest.mark.parametrize("mbit_per_s", [1, 200, 1000, 25_000])
