@@ -14,7 +14,7 @@ from totalreduce.engine.layout import OperationLayout
 from totalreduce.engine.names import NameRecord, NameTable
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.partition import PIECE_BYTES_MIN, exchange_window
-from totalreduce.foundation.types import Algorithm, OpKind, Signature, root_number
+from totalreduce.foundation.types import PAIRWISE, Algorithm, DType, OpKind, Signature, root_number
 from totalreduce.schedules import program_for, spec_of
 from totalreduce.schedules.actions import Program, translate
 from totalreduce.schedules.select import LinkModel, Selector
@@ -106,6 +106,10 @@ class Planner:
         if layout is None:
             program = self._program(spec, signature.kind, root, ranks)
             config, given = self._config, self._given_config
+            # A rank sends to one after the other, so that short messages overlap better. Measured with 64 MiB of
+            # bfloat16 on 8 hosts at 1 Gbit/s, medians: 256 KiB 1,083 and 1,099 ms, 1 MiB 1,165 and 1,448.
+            if spec.name == Algorithm.DIRECT and signature.kind not in PAIRWISE:
+                config = given
             longest_bytes = _LONGEST * given.segment_bytes if config is not given else 0
             layout = self._layouts[key] = OperationLayout(
                 signature,
@@ -135,8 +139,15 @@ class Planner:
         algorithm = signature.algorithm
         if algorithm == Algorithm.AUTO:
             num_bytes = signature.num_elements * signature.dtype.itemsize
-            algorithm = self.selector.choose(signature.kind, num_bytes, ranks)
+            algorithm = self.selector.choose(signature.kind, num_bytes, ranks, self._widening(signature, ranks))
         return spec_of(signature.kind, algorithm)
+
+    def _widening(self, signature: Signature, ranks: tuple[int, ...]) -> int:
+        """Return how many bytes an unfinished sum that travels has for each byte of an element."""
+        is_wide = signature.dtype.is_half and self._config.half_accumulation == "float32" and len(ranks) > 2
+        if not is_wide or signature.kind not in (OpKind.ALLREDUCE, OpKind.REDUCE_SCATTER):
+            return 1
+        return DType.FLOAT32.itemsize // signature.dtype.itemsize
 
     def _program(self, spec: ScheduleSpec, kind: OpKind, root: int, ranks: tuple[int, ...]) -> Program:
         """Compile the schedule for this rank."""

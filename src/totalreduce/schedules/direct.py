@@ -40,6 +40,11 @@ WINDOW = 8
 #: Of larger tensors the bytes that the other ranks have staged have left the cache before they are read. Measured with
 #: 4 ranks: 64 MiB direct 60-70 ms, ring 61-75; 256 MiB direct 300-350, ring 245-310.
 _ALLREDUCE_BYTES_MAX = 128 * 1024 * 1024
+#: Between hosts no unfinished sum travels, so half types that are added up in float32 send fewer bytes than in a ring.
+#: A rank tells another one that an operation has begun, without being asked, where it expects more bytes than these
+#: (``EngineConfig.eager_bytes``); and the connections of more ranks are more than the relay has.
+_APART_BYTES_MIN = 1024 * 1024
+_APART_RANKS_MAX = 32
 #: Without shared memory nothing is saved but hops. Measured over loopback TCP with 4 ranks, direct and ring: 4 MiB 11.1
 #: and 9.6 ms, 16 MiB 32 and 28, 64 MiB 132 and 112.
 _UNSHARED_BYTES_MAX = 1024 * 1024
@@ -153,13 +158,21 @@ def half_cost(world_size: int, num_bytes: int) -> Cost:
     return Cost(1, (world_size - 1) * num_bytes / world_size, max(0, world_size - 2))
 
 
-def _is_candidate(work: Workload) -> bool:
-    """Return whether direct messages pay where a ring would do: on one host, for what memory or few hops favour."""
-    return work.one_host and (work.shared or work.num_bytes <= _UNSHARED_BYTES_MAX)
+def _is_candidate(work: Workload, halves: int = 1) -> bool:
+    """Return whether direct messages pay where a ring would do.
+
+    They do on one host, for what memory or few hops favour, and between hosts for what has wide sums. ``halves``: 2 for
+    an allreduce, which is a reduce-scatter and an allgather.
+    """
+    if work.one_host:
+        return work.shared or work.num_bytes <= _UNSHARED_BYTES_MAX
+    is_apart = len(set(work.hosts)) == work.world_size
+    is_large = halves * work.num_bytes > _APART_BYTES_MIN * work.world_size
+    return work.widening > 1 and is_apart and is_large and work.world_size <= _APART_RANKS_MAX
 
 
 def _allreduce_cost(work: Workload) -> Cost | None:
-    if not _is_candidate(work) or work.num_bytes > _ALLREDUCE_BYTES_MAX:
+    if not _is_candidate(work, halves=2) or (work.one_host and work.num_bytes > _ALLREDUCE_BYTES_MAX):
         return None
     return cost(work.world_size, work.num_bytes, shared=work.shared)
 

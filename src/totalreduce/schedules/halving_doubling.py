@@ -67,11 +67,16 @@ def halving_doubling_allreduce(rank: int, world_size: int) -> Schedule:
         yield Send(rank + 1, _AFTER, 0, span=size)
 
 
-def cost(world_size: int, num_bytes: int) -> Cost:
-    """2 log2 p steps and 2(p-1)/p of the bytes; the pairs add two steps and the whole tensor twice."""
+def cost(world_size: int, num_bytes: int, widening: int = 1) -> Cost:
+    """2 log2 p steps and 2(p-1)/p of the bytes; the pairs add two steps and the whole tensor twice.
+
+    ``widening``: of unfinished sums, which are all that is halved, but for what a rank without a pair sends first.
+    """
     size = num_chunks(world_size)
-    steps, sent = 2 * (size.bit_length() - 1), 2 * (size - 1) / size * num_bytes
-    return Cost(steps, sent) if size == world_size else Cost(steps + 2, sent + 2.0 * num_bytes)
+    steps, half = 2 * (size.bit_length() - 1), (size - 1) / size * num_bytes
+    if size == world_size:
+        return Cost(steps, 2 * half + (widening - 1) * max(0.0, half - num_bytes / 2))
+    return Cost(steps + 2, (1 + widening) * half + 2.0 * num_bytes)
 
 
 def _program(at: Position) -> Program:
@@ -85,7 +90,7 @@ SCHEDULES = (
         name=Algorithm.HALVING_DOUBLING,
         make=_program,
         # In shared memory the order of addition of the other schedules is one that the fast lane can keep.
-        cost=lambda work: None if work.shared else cost(work.world_size, work.num_bytes),
+        cost=lambda work: None if work.shared else cost(work.world_size, work.num_bytes, work.widening),
         congestion=_CONGESTION,
     ),
 )

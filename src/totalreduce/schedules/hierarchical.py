@@ -106,11 +106,11 @@ def _ring_over_hosts(place: int, ring: Sequence[int], members: Sequence[Sequence
         yield Receive(left, step, first + (place - turn) % size)
 
 
-def cost(hosts: Sequence[int], num_bytes: int) -> Cost:
-    """What a host's link carries, shared by its ranks: a ring over hosts."""
+def cost(hosts: Sequence[int], num_bytes: int, widening: int = 1) -> Cost:
+    """What a host's link carries, shared by its ranks: a ring over hosts. ``widening``: of unfinished sums."""
     num_hosts = len(set(hosts))
-    steps = 2 * (num_hosts - 1)
-    return Cost(steps, steps * num_bytes / num_hosts)
+    steps = num_hosts - 1
+    return Cost(2 * steps, steps * (1 + widening) * num_bytes / num_hosts)
 
 
 def inside_cost(hosts: Sequence[int], num_bytes: int) -> Cost:
@@ -132,7 +132,7 @@ def _seconds(work: Workload) -> float | None:
     if work.one_host or max(Counter(work.hosts).values()) == 1:
         return None  # there is only one level
     links = work.links
-    between_s = cost(work.hosts, work.num_bytes).seconds(links.latency_s, links.bytes_per_s)
+    between_s = cost(work.hosts, work.num_bytes, work.widening).seconds(links.latency_s, links.bytes_per_s)
     inside = inside_cost(work.hosts, work.num_bytes)
     return between_s + inside.seconds(links.local_latency_s, links.local_bytes_per_s)
 

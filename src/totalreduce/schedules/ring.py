@@ -54,15 +54,19 @@ def ring_allgather(rank: int, world_size: int) -> Schedule:
         yield Receive(left, step, (rank - step - 1) % world_size)
 
 
-def cost(world_size: int, num_bytes: int) -> Cost:
-    """2(n-1) steps and 2(n-1)/n of the bytes: the least any allreduce can send."""
-    steps = 2 * (world_size - 1)
-    return Cost(steps, steps * num_bytes / world_size)
+def cost(world_size: int, num_bytes: int, widening: int = 1) -> Cost:
+    """2(n-1) steps and 2(n-1)/n of the bytes: the least any allreduce can send, if sums are no wider than elements."""
+    first, second = half_cost(world_size, num_bytes, widening), half_cost(world_size, num_bytes)
+    return Cost(first.steps + second.steps, first.bytes_sent + second.bytes_sent)
 
 
-def half_cost(world_size: int, num_bytes: int) -> Cost:
-    """Reduce-scatter or allgather of ``num_bytes`` in all blocks together: half of an allreduce."""
-    return Cost(world_size - 1, (world_size - 1) * num_bytes / world_size)
+def half_cost(world_size: int, num_bytes: int, widening: int = 1) -> Cost:
+    """Reduce-scatter or allgather of ``num_bytes`` in all blocks together: half of an allreduce.
+
+    ``widening``: of the sums of a reduce-scatter, which travel from the second step on.
+    """
+    sums = max(0, world_size - 2) * (widening - 1)
+    return Cost(world_size - 1, (world_size - 1 + sums) * num_bytes / world_size)
 
 
 SCHEDULES = (
@@ -74,7 +78,7 @@ SCHEDULES = (
             at.world_size,
             contributions=lambda chunk: [(chunk + step) % at.world_size for step in range(at.world_size)],
         ),
-        cost=lambda work: cost(work.world_size, work.num_bytes),
+        cost=lambda work: cost(work.world_size, work.num_bytes, work.widening),
         route=routes_of_neighbours(halves=2),
     ),
     ScheduleSpec(
@@ -97,7 +101,7 @@ SCHEDULES = (
             preserves=True,
             contributions=lambda chunk: [(chunk + 1 + step) % at.world_size for step in range(at.world_size)],
         ),
-        cost=lambda work: half_cost(work.world_size, work.num_bytes),
+        cost=lambda work: half_cost(work.world_size, work.num_bytes, work.widening),
         route=routes_of_neighbours(),
     ),
 )

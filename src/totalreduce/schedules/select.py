@@ -26,7 +26,13 @@ _AS_GOOD: Final = 1.1
 
 
 def candidates(
-    kind: OpKind, num_bytes: int, hosts: Sequence[int], links: LinkModel, *, shared_memory: bool = True
+    kind: OpKind,
+    num_bytes: int,
+    hosts: Sequence[int],
+    links: LinkModel,
+    *,
+    shared_memory: bool = True,
+    widening: int = 1,
 ) -> dict[str, float]:
     """Return the estimated seconds of every schedule that is a candidate, by its name.
 
@@ -36,8 +42,9 @@ def candidates(
         hosts: The host of every rank of the operation, as a number.
         links: What messages cost.
         shared_memory: Whether ranks of one host send through shared memory.
+        widening: See ``Workload``.
     """
-    workload = Workload(num_bytes, tuple(hosts), links, shared_memory)
+    workload = Workload(num_bytes, tuple(hosts), links, shared_memory, widening)
     seconds = {spec.name: spec.estimate(workload) for spec in specs_of(kind)}
     return {name: value for name, value in seconds.items() if value is not None}
 
@@ -50,19 +57,22 @@ class Selector:
     hosts: tuple[int, ...]  #: Host of every rank of the whole group; equal on all ranks.
     overrides: Mapping[OpKind, str] = field(default_factory=dict)  #: Explicit choices by kind, from the settings.
     shared_memory: bool = True  #: Whether ranks of one host send through shared memory; equal on all ranks.
-    _chosen: dict[tuple[OpKind, int, tuple[int, ...]], str] = field(default_factory=dict)
+    _chosen: dict[tuple[OpKind, int, tuple[int, ...], int], str] = field(default_factory=dict)
 
-    def choose(self, kind: OpKind, num_bytes: int, ranks: tuple[int, ...]) -> str:
-        """Return the schedule for an operation of ``num_bytes`` on these ranks of the whole group."""
+    def choose(self, kind: OpKind, num_bytes: int, ranks: tuple[int, ...], widening: int = 1) -> str:
+        """Return the schedule for an operation of ``num_bytes`` on these ranks of the whole group.
+
+        ``widening``: see ``Workload``. It counts between hosts only.
+        """
         explicit = self.overrides.get(kind)
         if explicit is not None:
             return explicit
-        key = (kind, num_bytes, ranks)
+        key = (kind, num_bytes, ranks, widening)
         chosen = self._chosen.get(key)
         if chosen is None:
             if len(self._chosen) >= _REMEMBERED_MAX:
                 self._chosen.clear()
-            estimates = self.estimates(kind, num_bytes, ranks)
+            estimates = self.estimates(kind, num_bytes, ranks, widening)
             chosen = min(estimates, key=estimates.__getitem__)
             ring_s = estimates.get(Algorithm.RING, math.inf)
             if chosen == Algorithm.HALVING_DOUBLING and ring_s <= _AS_GOOD * estimates[chosen]:
@@ -70,9 +80,17 @@ class Selector:
             self._chosen[key] = chosen
         return chosen
 
-    def estimates(self, kind: OpKind, num_bytes: int, ranks: tuple[int, ...]) -> dict[str, float]:
+    def estimates(self, kind: OpKind, num_bytes: int, ranks: tuple[int, ...], widening: int = 1) -> dict[str, float]:
         """Return the seconds by schedule that ``choose`` compares."""
-        return candidates(kind, num_bytes, self.hosts_of(ranks), self.links, shared_memory=self.shared_memory)
+        hosts = self.hosts_of(ranks)
+        return candidates(
+            kind,
+            num_bytes,
+            hosts,
+            self.links,
+            shared_memory=self.shared_memory,
+            widening=widening if len(set(hosts)) > 1 else 1,
+        )
 
     def hosts_of(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Return the hosts of some ranks, in the order of the ranks."""

@@ -6,6 +6,7 @@ leaves a host. ``estimate`` turns both into seconds, by which :class:`totalreduc
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -48,6 +49,8 @@ class Workload:
     hosts: tuple[int, ...]  #: The host of every rank of the operation, as a number.
     links: LinkModel  #: What messages cost.
     shared_memory: bool = True  #: Whether ranks of one host send through shared memory.
+    #: How many bytes an unfinished sum has for each byte of an element: 2 where half types are added up in float32.
+    widening: int = 1
 
     @property
     def world_size(self) -> int:
@@ -111,9 +114,16 @@ class ScheduleSpec:
         far, near = route.remote_share, 1 - route.remote_share
         latency_s = far * links.latency_s + near * links.local_latency_s
         # The time of the busiest rank, or of the busiest host's link.
-        far_bytes = max(far * cost.bytes_sent, route.link_load * self.congestion * workload.num_bytes)
+        far_bytes = max(far * cost.bytes_sent, route.link_load * self.congestion * self._widened(workload, cost))
         carried_s = far_bytes / links.bytes_per_s + near * cost.bytes_sent / links.local_bytes_per_s
         return Cost(cost.steps, 0.0, cost.messages).seconds(latency_s, 1.0) + carried_s
+
+    def _widened(self, workload: Workload, cost: Cost) -> float:
+        """Return the bytes of the tensor, times what unfinished sums add on average to the bytes of all messages."""
+        if workload.widening == 1:
+            return workload.num_bytes
+        plain = self.cost(dataclasses.replace(workload, widening=1))
+        return workload.num_bytes if plain is None else workload.num_bytes * cost.bytes_sent / plain.bytes_sent
 
 
 @functools.lru_cache(maxsize=1024)

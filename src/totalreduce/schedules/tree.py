@@ -130,16 +130,18 @@ def double_tree_allreduce(rank: int, world_size: int) -> Schedule:
             yield Send(child, 2 + which, which)
 
 
-def cost(world_size: int, num_bytes: int, num_pieces: int = 1) -> Cost:
+def cost(world_size: int, num_bytes: int, num_pieces: int = 1, widening: int = 1) -> Cost:
     """Up and down both trees; an inner rank of one tree has two children there and is a leaf of the other.
 
     A level of a tree takes the time of two halves of the tensor, and the pieces follow each other from level to level.
+    ``widening``: of unfinished sums, which are most of what goes up.
     """
     depth = world_size.bit_length() - 1
     if depth == 0:
         return Cost(0, 0.0)
     num_bytes_up = num_bytes / 2 if world_size == 2 else num_bytes * (num_pieces + depth - 1) / num_pieces
-    return Cost(2 * depth, 2.0 * num_bytes_up, depth + num_pieces - 1)
+    widened = widening if world_size > 2 else 1
+    return Cost(2 * depth, (1.0 + widened) * num_bytes_up, depth + num_pieces - 1)
 
 
 SCHEDULES = (
@@ -150,7 +152,7 @@ SCHEDULES = (
             double_tree_allreduce(at.rank, at.world_size), 2, partial_sums=at.world_size > 2
         ),
         # In shared memory a star takes as long, and its order of addition is one that the fast lane can keep.
-        cost=lambda work: None if work.shared else cost(work.world_size, work.num_bytes, work.lanes),
+        cost=lambda work: None if work.shared else cost(work.world_size, work.num_bytes, work.lanes, work.widening),
     ),
     ScheduleSpec(
         kind=OpKind.BROADCAST,

@@ -7,9 +7,13 @@ import pytest
 from engines_by_hand import Cluster, allreduce, values_of
 
 from totalreduce.engine.engine import Engine
+from totalreduce.engine.layout import OperationLayout
+from totalreduce.engine.submission import Submission
+from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.foundation.types import Algorithm, OpKind
+from totalreduce.foundation.types import Algorithm, DType, OpKind, ReduceOp, Signature
 from totalreduce.schedules import algorithms_of, program_for
+from totalreduce.schedules.actions import Send
 from totalreduce.schedules.select import LinkModel, Selector, candidates
 
 LINKS = LinkModel()
@@ -46,6 +50,39 @@ def test_a_ring_is_chosen_unless_halving_and_doubling_is_clearly_better() -> Non
         ratio = estimates[Algorithm.RING] / estimates[Algorithm.HALVING_DOUBLING]
         assert (ratio < 1.1) == (chosen is Algorithm.RING)
         assert choose(OpKind.ALLREDUCE, 4 * MIB, PLACES["eight hosts"], links) == chosen
+
+
+def layout_of(
+    dtype: DType, num_bytes: int, hosts: tuple[int, ...], kind: OpKind = OpKind.ALLREDUCE, **settings: str
+) -> OperationLayout:
+    """Return the layout of an operation without a chosen schedule; a reduce-scatter has equal blocks."""
+    engine = Engine(0, len(hosts), EngineConfig(**settings), hosts=hosts)  # type: ignore[arg-type]
+    count = num_bytes // dtype.itemsize
+    block = memoryview(bytearray(num_bytes // len(hosts)))
+    buffers = [memoryview(bytearray(num_bytes))] if kind is OpKind.ALLREDUCE else [block] * (len(hosts) + 1)
+    signature = Signature(kind, dtype, ReduceOp.SUM, 0, (count,))
+    return engine.submit(Submission("name", signature, buffers), 0.0).layout
+
+
+@pytest.mark.parametrize("kind", [OpKind.ALLREDUCE, OpKind.REDUCE_SCATTER])
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
+def test_half_types_go_direct_between_hosts_where_wide_sums_would_travel(kind: OpKind, dtype: DType) -> None:
+    """Each element crosses a link as often as those of float32 in a ring, and every time as a half."""
+    hosts = PLACES["eight hosts"]
+    layout = layout_of(dtype, 16 * MIB, hosts, kind)
+    assert layout.program.algorithm == Algorithm.DIRECT
+    per_peer = 16 * MIB // 8 * (2 if kind is OpKind.ALLREDUCE else 1)
+    assert set(layout.bytes_to.values()) == {per_peer}
+    sends = [layout.regions(0)[i] for i, action in enumerate(layout.program.actions) if isinstance(action, Send)]
+    assert {region.body_bytes for region in sends} == {region.stop - region.start for region in sends}
+    others = [
+        layout_of(DType.FLOAT32, 16 * MIB, hosts, kind),
+        layout_of(dtype, 16 * MIB, hosts, kind, half_accumulation="native"),
+        layout_of(dtype, 16 * MIB, (0, 1), kind),
+        layout_of(dtype, 16 * MIB, PLACES["two hosts of four"], kind),
+        layout_of(dtype, 2 * MIB, hosts, kind),
+    ]
+    assert all(other.program.algorithm != Algorithm.DIRECT for other in others)
 
 
 def test_the_choice_does_not_depend_on_what_was_chosen_before() -> None:

@@ -475,6 +475,31 @@ def test_costs_are_what_the_programs_do(world_size: int) -> None:
     assert len(program_for(OpKind.BARRIER, Algorithm.DISSEMINATION, 0, n).targets) == rounds
 
 
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_costs_of_wide_sums_are_what_the_programs_do(world_size: int) -> None:
+    """Unfinished sums are twice as wide, as those of half types are."""
+    num_bytes, n = 840.0 * world_size, world_size
+
+    allreduce = OpKind.ALLREDUCE
+
+    def most_sent(kind: OpKind, algorithm: Algorithm) -> float:
+        sent = []
+        for rank in range(n):
+            program = program_for(kind, algorithm, rank, n)
+            parts = program.num_chunks if program.chunking is Chunking.CUT else n
+            sends = [action for action in program.actions if isinstance(action, Send) and action.chunk != NOTHING]
+            sent.append(sum((1 + (action.partial and program.partial_sums)) * action.span for action in sends) / parts)
+        return max(sent) * num_bytes
+
+    for schedule, algorithm in ((ring, Algorithm.RING), (direct, Algorithm.DIRECT)):
+        wide = schedule.cost(n, num_bytes) if schedule is direct else ring.cost(n, num_bytes, 2)
+        assert wide.bytes_sent == pytest.approx(most_sent(allreduce, algorithm))
+    assert ring.half_cost(n, num_bytes, 2).bytes_sent == pytest.approx(most_sent(OpKind.REDUCE_SCATTER, Algorithm.RING))
+    halved = halving_doubling.cost(n, num_bytes, 2).bytes_sent
+    assert halved >= most_sent(allreduce, Algorithm.HALVING_DOUBLING) - 1e-6
+    assert tree.cost(n, num_bytes, 1000, 2).bytes_sent >= most_sent(allreduce, Algorithm.TREE) * (2 / 3)
+
+
 @pytest.mark.parametrize(
     ("hosts", "share"), [((0, 0, 0, 0, 1, 1, 1, 1), 1.0), ((0, 0, 1, 1, 2, 2, 3, 3), 1.5), ((0, 1, 0, 1), 1.0)]
 )
