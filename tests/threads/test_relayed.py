@@ -17,7 +17,7 @@ from totalreduce.relay.relay import Relay
 from totalreduce.schedules.spec import LinkModel
 from totalreduce.testing import run_ranks
 
-WORLD_SIZES = [2, 3, 5, 8]
+WORLD_SIZES = [2, 3, 4, 5, 7, 8]
 #: Short segments, so that a few thousand elements are many messages; a small eager allowance, so that ranks say early
 #: that they have submitted an operation.
 SHORT = EngineConfig(
