@@ -69,13 +69,6 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         self.owner.note(f"{self.name} waits for {event.stream.name}")
 
-    def __enter__(self) -> None:
-        self._inside = self.owner.stream(self)
-        self._inside.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self._inside.__exit__(*error)
-
     def synchronize(self) -> None:
         self.owner.note(f"host waits for {self.name}")
 
@@ -93,9 +86,8 @@ class FakeCuda:
         self.contexts: set[int] = set()
         self._here = threading.local()
         self._made = 0
-        for name in ("device_index", "current_stream"):
-            monkeypatch.setattr(torch.accelerator, name, getattr(self, name))
-        monkeypatch.setattr(torch, "Stream", self.Stream)
+        for name in ("device", "stream", "current_stream", "Stream"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
         monkeypatch.setattr(torch.cuda, "Event", lambda blocking: Event(self))
         empty, to = torch.empty, torch.Tensor.to
 
@@ -145,9 +137,9 @@ class FakeCuda:
         return set_here.get(device.index) or Stream(self, device, f"default {device.index}")
 
     @contextlib.contextmanager
-    def device_index(self, index: int) -> Iterator[None]:
+    def device(self, device: torch.device) -> Iterator[None]:
         before = self.current_device()
-        self._set_device(index)
+        self._set_device(device.index)
         try:
             yield
         finally:

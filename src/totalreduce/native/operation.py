@@ -17,7 +17,7 @@ from totalreduce.foundation.types import OpKind
 from totalreduce.runner.handle import Handle
 from totalreduce.tensors import dtypes
 from totalreduce.tensors.memory import Operands
-from totalreduce.tensors.streams import is_on_accelerator, record
+from totalreduce.tensors.streams import current_stream, is_on_accelerator, record
 
 __all__ = ["NativeOperation", "flattened", "prepare", "program_line"]
 
@@ -56,7 +56,7 @@ class NativeOperation:
         """Make the copies that the operation needs. Called when its memory is claimed, by the thread that submits."""
         self.operands.prepare()
         if is_on_accelerator(self.tensor):
-            self.stream = torch.accelerator.current_stream(self.tensor.device)
+            self.stream = current_stream(self.tensor.device)
             self.ready = record(self.stream, self.tensor.device)
 
     @property

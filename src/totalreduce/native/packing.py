@@ -19,7 +19,7 @@ from totalreduce.native.collectives import NativeCollectives, NativeWork
 from totalreduce.native.operation import NativeOperation
 from totalreduce.tensors.memory import is_plain
 from totalreduce.tensors.modes import write, writing
-from totalreduce.tensors.streams import SideStreams, is_on_accelerator
+from totalreduce.tensors.streams import SideStreams, current_stream, is_on_accelerator
 
 __all__ = ["Batch", "Devices", "Packer"]
 
@@ -127,13 +127,13 @@ class Packer:
         """
         for operation in batch.mine:
             if operation.ready is not None:
-                operation.ready.wait(torch.accelerator.current_stream(operation.tensor.device))
+                operation.ready.wait(current_stream(operation.tensor.device))
         self._pack(batch, batch.responses[0])
 
     def synchronise(self, batch: Batch) -> None:
         """Wait until an accelerator has written the results of a batch. In ``beside``."""
         for device in {operation.tensor.device for operation in batch.mine if is_on_accelerator(operation.tensor)}:
-            torch.accelerator.current_stream(device).synchronize()
+            current_stream(device).synchronize()
 
     def release(self, batch: Batch) -> None:
         """Take a batch's fusion buffer back."""

@@ -26,7 +26,7 @@ from totalreduce.sparse.actions import Action, Allreduce
 from totalreduce.sparse.common import counted
 from totalreduce.sparse.device import accumulator_of
 from totalreduce.sparse.session import BucketShape, Report, Session, Update
-from totalreduce.tensors.streams import SideStreams, is_on_accelerator, record
+from totalreduce.tensors.streams import SideStreams, current_stream, is_on_accelerator, record
 
 __all__ = ["BucketLayout", "HookBucket", "HookSettings", "Parameters", "Regrouped"]
 
@@ -101,7 +101,7 @@ class HookBucket:
         self._buffer, self._layout, self._session, self._settings = buffer.detach(), layout, session, settings
         self._ready = None
         if is_on_accelerator(buffer):
-            self._ready = record(torch.accelerator.current_stream(buffer.device), buffer.device)
+            self._ready = record(current_stream(buffer.device), buffer.device)
         self._scale = 1.0
         self._correction = MomentumCorrection(settings.memory.residuals, settings.feedback.momentum)
         self._present: list[bool] = []

@@ -24,7 +24,7 @@ from totalreduce.kernels.arrays import Array
 from totalreduce.kernels.device import DeviceKernels
 from totalreduce.sparse.accumulator import Accumulator, HostAccumulator
 from totalreduce.sparse.candidates import Candidates
-from totalreduce.tensors.streams import SideStreams, is_on_accelerator, record
+from totalreduce.tensors.streams import SideStreams, current_stream, is_on_accelerator, record
 
 __all__ = ["DeviceAccumulator", "accumulator_of"]
 
@@ -66,7 +66,7 @@ class DeviceAccumulator(Accumulator):
         super().__init__([tensor.numel() for tensor in tensors])
         self._tensors, self._streams, self._kernels = list(tensors), streams, kernels
         devices = {tensor.device for tensor in tensors if is_on_accelerator(tensor) and not settled}
-        self._ready = {device: record(torch.accelerator.current_stream(device), device) for device in devices}
+        self._ready = {device: record(current_stream(device), device) for device in devices}
 
     def accumulate(self, residuals: Accumulator, scale: float, bound: int, found: Candidates) -> None:
         assert isinstance(residuals, DeviceAccumulator), "residuals lie where the gradients do"

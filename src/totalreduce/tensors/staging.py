@@ -21,8 +21,8 @@ the stager                            for the copies to the host
 the current stream of ``Work.wait``   for the copies of the results
 ====================================  ================================================================
 
-Written against ``torch.accelerator``. Memory that exists already can be pinned only by the runtime of CUDA; with other
-accelerators the slots are torch's pinned memory.
+Any accelerator of torch will do that has streams. Memory that exists already can be pinned only by the runtime of CUDA;
+with other accelerators the slots are torch's pinned memory.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from totalreduce.engine.operation import Operation
 from totalreduce.foundation.errors import DeadlineExceededError, TotalReduceError, UnsupportedError
 from totalreduce.runner.handle import End, Handle
 from totalreduce.tensors.modes import unseen, writing
-from totalreduce.tensors.streams import entered, is_on_accelerator, record
+from totalreduce.tensors.streams import current_stream, entered, is_on_accelerator, new_stream, record
 
 __all__ = ["StagedHandle", "StagedTensors", "Staging"]
 
@@ -153,7 +153,7 @@ def _runtime(device: torch.device) -> Any:
 def _registered(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
     """Pin the memory of an array for as long as it exists; return it as a tensor."""
     runtime, address = _runtime(device), array.ctypes.data
-    with torch.accelerator.device_index(device.index):
+    with torch.get_device_module(device).device(device):
         code = int(runtime.cudaHostRegister(address, array.nbytes, 0))
     if code:
         raise RuntimeError(f"cudaHostRegister: error {code}")
@@ -176,7 +176,7 @@ class _DeviceCopies:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.outgoing, self.incoming = torch.Stream(device), torch.Stream(device)
+        self.outgoing, self.incoming = new_stream(device), new_stream(device)
         self._lock = threading.Lock()
         #: Memory of the device into which a result is copied, the end of the copy, and the slots that it reads.
         self._arriving: list[tuple[int, int, torch.Event, Sequence[_Slot]]] = []
@@ -193,7 +193,7 @@ class _DeviceCopies:
 
     def begin(self, spans: Sequence[tuple[int, int]], slots: Sequence[_Slot]) -> None:
         """Have copies to the host wait for all after which these tensors can be read and these slots be written."""
-        current = torch.accelerator.current_stream(self.device)
+        current = current_stream(self.device)
         _check_not_captured(self.device)
         self.outgoing.wait_event(self.record(current))
         for slot in slots:
@@ -326,7 +326,7 @@ class StagedTensors:
     def let_stream_wait(self) -> None:
         """Have the current stream of each device that has results wait for them."""
         for device, event in self._results.items():
-            torch.accelerator.current_stream(device).wait_event(event)
+            current_stream(device).wait_event(event)
 
     @property
     def has_arrived(self) -> bool:
@@ -427,7 +427,7 @@ class Staging:
             if is_on_accelerator(tensor):
                 storage, device = tensor.untyped_storage(), tensor.device
                 span = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-                self.of(device).await_results(torch.accelerator.current_stream(device), [span])
+                self.of(device).await_results(current_stream(device), [span])
 
     def holds(self, place: Hashable) -> bool:
         """Return whether an operation of this place waits to be submitted."""

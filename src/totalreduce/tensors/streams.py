@@ -1,13 +1,15 @@
 """Side streams of accelerators, on which the library copies and computes beside the kernels of the program.
 
-Three rules hold in every place that uses a stream, because they are kept here:
+Four rules hold in every place that uses a stream, because they are kept here:
 
 * *The device.* A thread that the library starts has device 0 as its current one, whatever device the rank uses. To
   enter a stream, torch makes the stream's device the current one, and then it goes back to the old device. If the
   process has not used the old device, that creates a context there, which takes several hundred MB of its memory. So
-  ``torch.accelerator.device_index`` is entered first, which goes back to no device without a context.
+  ``torch.cuda.device`` is entered first, which goes back to no device without a context.
 * *The order.* A side stream does not wait for the program's stream by itself. Each use names the event after which the
   tensors may be read and written.
+* *The objects.* Streams and events are those of the device's module (``torch.cuda``). ``torch.Stream`` and
+  ``torch.Event`` are other objects in C++, and torch does not check that both are of one kind.
 * *The end.* ``SideStreams.beside`` returns when the kernels of the block have ended, so that any stream may use their
   results. ``SideStreams.on`` does not wait; its caller does.
 """
@@ -21,7 +23,7 @@ from typing import final
 
 import torch
 
-__all__ = ["SideStreams", "entered", "is_on_accelerator", "record"]
+__all__ = ["SideStreams", "current_stream", "entered", "is_on_accelerator", "new_stream", "record"]
 
 
 def is_on_accelerator(tensor: torch.Tensor) -> bool:
@@ -29,19 +31,33 @@ def is_on_accelerator(tensor: torch.Tensor) -> bool:
     return not tensor.is_cpu and not tensor.is_meta
 
 
-@contextlib.contextmanager
-def entered(stream: torch.Stream, device: torch.device) -> Iterator[None]:
-    """Run the kernels of the block on a stream of ``device``."""
-    with torch.accelerator.device_index(device.index), stream:
-        yield
+def current_stream(device: torch.device) -> torch.Stream:
+    """Return the stream of ``device`` on which this thread enqueues kernels."""
+    stream: torch.Stream = torch.get_device_module(device).current_stream(device)
+    return stream
+
+
+def new_stream(device: torch.device) -> torch.Stream:
+    """Return another stream of ``device``."""
+    stream: torch.Stream = torch.get_device_module(device).Stream(device)
+    return stream
 
 
 def record(stream: torch.Stream, device: torch.device) -> torch.Event:
     """Return an event at the end of what a stream has to do now; a thread that waits for one of CUDA's sleeps."""
-    with torch.accelerator.device_index(device.index):
-        event = torch.cuda.Event(blocking=True) if device.type == "cuda" else torch.Event(device)  # type: ignore[no-untyped-call]
+    module = torch.get_device_module(device)
+    with module.device(device):
+        event: torch.Event = module.Event(blocking=True) if device.type == "cuda" else module.Event()
         event.record(stream)
     return event
+
+
+@contextlib.contextmanager
+def entered(stream: torch.Stream, device: torch.device) -> Iterator[None]:
+    """Run the kernels of the block on a stream of ``device``."""
+    module = torch.get_device_module(device)
+    with module.device(device), module.stream(stream):
+        yield
 
 
 @final
@@ -57,7 +73,7 @@ class SideStreams:
         with self._lock:
             stream = self._streams.get(device)
             if stream is None:
-                stream = self._streams[device] = torch.Stream(device)
+                stream = self._streams[device] = new_stream(device)
             return stream
 
     @contextlib.contextmanager
