@@ -128,6 +128,63 @@ class Rank:
 
 
 @check
+def plain(here):
+    """Under plain ``tr.init()``, device tensors have the bits of host tensors, and no call waits for a kernel."""
+    group = tr.init()
+    count = (1 if here.small else 16) * MIB // 4
+
+    def values(device):
+        generator = torch.Generator().manual_seed(here.rank)
+        return torch.randn(count, generator=generator).to(device)
+
+    def same(operation, outputs=1):
+        both = []
+        for device in ("cpu", here.device):
+            out = torch.zeros(outputs * count, device=device)
+            operation(out, values(device))
+            both.append(out.cpu())
+        assert torch.equal(*both)
+
+    def reduce(out, x, op=tr.ReduceOp.SUM):
+        out.copy_(x)
+        group.allreduce(out, name="reduce", op=op).wait()
+
+    for op in (tr.ReduceOp.SUM, tr.ReduceOp.AVG, tr.ReduceOp.MAX):
+        same(functools.partial(reduce, op=op))
+    same(lambda out, x: group.allgather(out, x, name="gather").wait(), here.size)
+    same(lambda out, x: group.reduce_scatter(out[: count // here.size], x, name="scatter").wait())
+    same(lambda out, x: group.broadcast(out.copy_(x), root=here.size - 1, name="spread"))
+    figures, calls_s = {}, []
+    for name, device in (("host", "cpu"), ("device", here.device)):
+        x = values(device)
+        figures[f"allreduce of {count * 4 // MIB} MiB, {name} tensor, ms"] = 1e3 * here.seconds(
+            lambda x=x, name=name: group.allreduce(x, name=f"timed {name}", op=tr.ReduceOp.AVG).wait()
+        )
+    if here.device.type == "cuda":
+        for _ in range(10):
+            x = values(here.device)
+            here.wait()
+            torch.cuda._sleep(50_000_000)  # some 30 ms, after which the tensor has its values
+            x.mul_(1)
+            begin = time.perf_counter()
+            work = group.allreduce(x, name="call")
+            calls_s.append(time.perf_counter() - begin)
+            work.wait()
+        figures["call of allreduce behind a kernel of 30 ms, µs"] = 1e6 * statistics.median(calls_s)
+        assert statistics.median(calls_s) < 0.005, f"the call waits for the kernel: {calls_s}"
+    for name, sync in (("dense", None), ("Ok-Topk", tr.OkTopk(density=0.01)), ("DiLoCo", tr.DiLoCo(period=2))):
+        seconds, parameters = _train(here, group, sync, 4)
+        figures[f"step of DistributedOptimizer, {name}, ms"] = 1e3 * seconds
+        for number, parameter in enumerate(parameters):
+            theirs = parameter.detach().clone()
+            group.broadcast(theirs, root=0, name="compare")
+            if name != "DiLoCo":
+                assert torch.equal(theirs, parameter), f"{name}: parameter {number} differs between ranks"
+    group.close()
+    return figures
+
+
+@check
 def staging(here):
     """Collectives of CUDA tensors through pinned memory, alone and beside matrix products."""
     dist.init_process_group("totalreduce")

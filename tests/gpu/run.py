@@ -63,6 +63,7 @@ class Outcome:
 CHECKS = (
     Check("selection", "selection", 1, 90),
     Check("tests", "", 0, 150),
+    Check("plain", "plain", 2, 90),
     Check("staging", "staging", 2, 90),
     Check("collectives", "collectives", 2, 90),
     Check("ddp", "ddp", 2, 90),
