@@ -17,6 +17,7 @@ from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, PeerLost, PlanMismatchError
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.optimizer import DistributedOptimizer
+from totalreduce.strategies.async_gossip import AsyncGossip
 from totalreduce.strategies.averaging import LocalSGD, PostLocalSGD
 from totalreduce.strategies.easgd import EASGD
 from totalreduce.strategies.gossip import Gossip
@@ -224,6 +225,34 @@ def test_finish_after_more_steps_than_other_ranks_is_an_error() -> None:
 
     with pytest.raises(DeadlineExceededError, match="same number of steps"):
         run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("sync", "num_buckets"),
+    [
+        (None, 1),
+        (PostLocalSGD(start=1, then=LocalSGD(period=2)), 1),
+        (LocalSGD(period=2), 0),
+        (DiLoCo(period=2), 0),
+        (Gossip(), 0),
+        (EASGD(period=2), 0),
+        (AsyncGossip(), 0),
+    ],
+    ids=str,
+)
+def test_where_no_gradient_travels_gradients_have_no_buckets(sync, num_buckets: int, monkeypatch) -> None:
+    made = []
+    empty = Group.empty
+    monkeypatch.setattr(Group, "empty", lambda *args, dtype: made.append(dtype) or empty(*args, dtype=dtype))
+
+    def body(group: Group) -> None:
+        _, optimizer = trained(group, sync, 3)
+        with contextlib.suppress(AttributeError):
+            optimizer.strategy_steps.finish()
+        optimizer.close()
+
+    run_ranks(2, body)
+    assert len(made) == 2 * num_buckets
 
 
 @pytest.mark.parametrize("world_size", SIZES)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -239,7 +240,6 @@ class Bucket:
         self.parameters = [parameters[member] for member in spec.members]
         self.specs = [specs[member] for member in spec.members]  #: Their descriptions.
         self._empty, self._wire = empty, wire
-        self._memory = self._make()
         self._spare: _Memory | None = None
         #: The gradients as they were when last captured; ``None`` where there was none.
         self.local: list[torch.Tensor | None] = []
@@ -247,6 +247,10 @@ class Bucket:
         self.priority = 0  #: The priority of its reduction.
         self.work: Work | None = None  #: Its reduction in this round; ``None`` before it is submitted.
         self._complete = False
+
+    @cached_property
+    def _memory(self) -> _Memory:  # made for the first gradient that travels: with some strategies none does
+        return self._make()
 
     @outside_inference_mode
     def _make(self) -> _Memory:

@@ -317,9 +317,7 @@ class Reducer(GradientReducer):
         bucket.work = self._stream.submit(index, flat, op=self._arithmetic.op, priority=bucket.priority)
 
     def _empty(self, num_elements: int, /, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        # A native library has no use for shared memory. In a job with a parameter server, the group of the program is
-        # closed, and nothing is reduced.
-        if device.type == "cpu" and self._group.coordinator is None and not self._group.operations.closed:
+        if device.type == "cpu" and self._group.coordinator is None:  # a native library has no use for shared memory
             return self._group.empty(num_elements, dtype=dtype)
         return torch.empty(num_elements, dtype=dtype, device=device)
 
