@@ -11,7 +11,7 @@ from totalreduce.foundation.config import TcpConfig
 from totalreduce.foundation.header import Frame, Header
 from totalreduce.transports.handshake import JobIdentity
 from totalreduce.transports.shm import ShmTransport, listen
-from totalreduce.transports.shm_memory import SLEEP_WORD
+from totalreduce.transports.shm_memory import OWNER
 from totalreduce.transports.shm_waiting import ASLEEP, WANTS_ROOM
 
 IDENTITY = JobIdentity(bytes(range(32)), "job/default", 0)
@@ -106,7 +106,7 @@ class Host(contextlib.AbstractContextManager["Host"]):
 
 
 def asleep(host: Host, rank: int) -> int:
-    return host.ranks[rank]._outbox.words[SLEEP_WORD] & (ASLEEP | WANTS_ROOM)
+    return host.ranks[rank]._outbox.words[OWNER.sleep] & (ASLEEP | WANTS_ROOM)
 
 
 def readable(host: Host, rank: int) -> bool:

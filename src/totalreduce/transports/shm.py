@@ -30,7 +30,7 @@ from totalreduce.transports.liveness import Liveness
 from totalreduce.transports.shm_boards import ShmBoards
 from totalreduce.transports.shm_connection import ShmConnection
 from totalreduce.transports.shm_meeting import Meetings, listen
-from totalreduce.transports.shm_memory import BEAT_WORD, Outbox, OutboxLayout, shm_available
+from totalreduce.transports.shm_memory import OWNER, Outbox, OutboxLayout, shm_available
 from totalreduce.transports.shm_pool import StagingPool
 from totalreduce.transports.shm_reads import ProcessReads
 from totalreduce.transports.shm_waiting import Sleep
@@ -281,7 +281,7 @@ class ShmTransport(Transport):
             self._lose(peer, f"protocol violation: {reason}")
 
     def _check_timers(self, now: float) -> None:
-        self._outbox.words[BEAT_WORD] += 1
+        self._outbox.words[OWNER.beat] += 1
         self.counters.heartbeats_sent += len(self._connections)
         connections = tuple(self._connections.values())
         self._liveness.look((connection.pulse for connection in connections), now)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import final
 
 from totalreduce.transports.shm_connection import ShmConnection
-from totalreduce.transports.shm_memory import SLEEP_WORD, Outbox
+from totalreduce.transports.shm_memory import OWNER, Outbox
 from totalreduce.transports.shm_reads import ProcessReads
 from totalreduce.transports.shm_waiting import ASLEEP, Sleep
 
@@ -28,7 +28,7 @@ class ShmBoards:
     ) -> None:
         self.members = members
         self.board_at, self.board_bytes = outbox.layout.board_at, outbox.layout.board_bytes
-        self.sleep_at = 8 * SLEEP_WORD
+        self.sleep_at = 8 * OWNER.sleep
         self.offset_of = outbox.arena.offset_of
         self.expel, self._sleep, self._reads = expel, sleep, reads
         self.processes: Mapping[int, int] = reads.processes

@@ -6,7 +6,7 @@ import socket
 from typing import final
 
 from totalreduce.transports.liveness import Pulse
-from totalreduce.transports.shm_memory import BEAT_WORD, CPU_WORD, Mapping, Outbox
+from totalreduce.transports.shm_memory import OWNER, Mapping, Outbox
 from totalreduce.transports.shm_pool import StagingPool
 from totalreduce.transports.shm_rings import IncomingRing, OutgoingRing
 from totalreduce.transports.shm_waiting import Doorbell
@@ -46,7 +46,7 @@ class ShmConnection:
         self.bell = Doorbell(bell_fd, self._words, outbox.fences)  #: The peer's bell.
         self.outgoing = OutgoingRing(peer, indices, outbox, mapping, pool, self.bell)  #: The ring to the peer.
         self.incoming = IncomingRing(peer, indices, outbox, mapping, self.bell)  #: The ring from the peer.
-        self._beat = self._words[BEAT_WORD]
+        self._beat = self._words[OWNER.beat]
 
     @property
     def used(self) -> bool:
@@ -67,11 +67,11 @@ class ShmConnection:
     @property
     def cpu(self) -> int:
         """Number of the processor on which the peer last waited, plus one; 0 if it has not waited yet."""
-        return self._words[CPU_WORD]
+        return self._words[OWNER.processor]
 
     def take_pulse(self, now: float) -> None:
         """Note whether the peer's heartbeat has moved."""
-        beat = self._words[BEAT_WORD]
+        beat = self._words[OWNER.beat]
         if beat != self._beat:
             self._beat, self.pulse.heard_at = beat, now
 

@@ -20,11 +20,11 @@ the word, and the reader one between the word and what it tells of.
 ===============  =======================================================================================================
 word             tells the peers of
 ===============  =======================================================================================================
-``PUBLISHED``    entries of the ring: header, words, body in the entry, piece or loan (``OutgoingRing._publish``)
-``CONSUMED``     entries that were read and may be written again (``IncomingRing._consume``)
-``GIVEN_BACK``   a piece or a loan that was read and may be written again (``IncomingRing.give_back``)
-``SLEEP_WORD``   nothing in memory; a full fence orders it with the words above on both sides (``shm_waiting.py``)
-``SAMPLE_WORD``  the word after it; both are written before the socket of the meeting is used (``shm_reads.py``)
+``published``    entries of the ring: header, words, body in the entry, piece or loan (``OutgoingRing._publish``)
+``consumed``     entries that were read and may be written again (``IncomingRing._consume``)
+``given_back``   a piece or a loan that was read and may be written again (``IncomingRing.give_back``)
+``sleep``        nothing in memory; a full fence orders it with the words above on both sides (``shm_waiting.py``)
+``sample``       the word after it; both are written before the socket of the meeting is used (``shm_reads.py``)
 others           nothing: heartbeats, processors, and whether a process can be read
 ===============  =======================================================================================================
 
@@ -45,7 +45,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
 
 import numpy as np
 
@@ -53,12 +53,12 @@ from totalreduce.foundation.errors import ConfigurationError, ProtocolError
 from totalreduce.foundation.header import HEADER_BYTES
 from totalreduce.foundation.memory_room import memory_room
 from totalreduce.foundation.os_errors import is_out_of_descriptors
+from totalreduce.kernels.words import LINE_WORDS, Structure
 from totalreduce.transports.shm_arena import Arena
 
-__all__ = ["CARD_BYTES", "Fences", "Mapping", "Outbox", "OutboxLayout", "shm_available"]
+__all__ = ["CARD_BYTES", "OWNER", "PEER", "Fences", "Mapping", "Outbox", "OutboxLayout", "shm_available"]
 
 _PAGE = 4096
-_LINE_WORDS = 8
 _CARD = struct.Struct("<8s7IQ")
 _MAGIC = b"TRshm\0\0\4"
 CARD_BYTES = _CARD.size
@@ -69,11 +69,27 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _STRONGLY_ORDERED = ("x86_64", "amd64", "i686", "i386")
 _SEQ_CST = 5
 
-#: Words of the owner, each in a cache line of its own.
-SLEEP_WORD, BEAT_WORD, CPU_WORD, SAMPLE_WORD = 0, _LINE_WORDS, 2 * _LINE_WORDS, 3 * _LINE_WORDS
-_LINKS_WORD = 4 * _LINE_WORDS
-#: Within the block of a peer.
-PUBLISHED, CONSUMED, READS, GIVEN_BACK = 0, 1, 2, _LINE_WORDS
+
+class _Owner(Structure):
+    """The words of the owner, each in a cache line of its own."""
+
+    sleep: int = LINE_WORDS  #: Whether it sleeps (``shm_waiting.py``).
+    beat: int = LINE_WORDS  #: Its heartbeat.
+    processor: int = LINE_WORDS  #: The processor on which it waits, plus 1.
+    sample: int = LINE_WORDS  #: Where the sample of its process's memory is, and, in the next word, its value.
+
+
+class _Peer(Structure):
+    """The words that the owner keeps about one peer."""
+
+    published: int = 1  #: How many entries the owner has published to the peer.
+    consumed: int = 1  #: How many of the peer's entries it has consumed.
+    reads: int = LINE_WORDS - 2  #: Whether it can read the peer's process. The rest of the cache line is unused.
+    given_back: int = 0  #: For each of the peer's pieces and loans, a word: the last use that was given back.
+
+
+OWNER: Final = _Owner()
+PEER: Final = _Peer()
 #: Of an entry: the header, then three words (see ``OutboxLayout.entry_word``), then the body.
 _BODY_AT = HEADER_BYTES + 64
 
@@ -115,7 +131,7 @@ class OutboxLayout:
     @property
     def block_words(self) -> int:
         """Number of words that a rank keeps about one peer."""
-        return GIVEN_BACK + _round_up(self.pieces + LOANS, _LINE_WORDS)
+        return PEER.given_back + _round_up(self.pieces + LOANS, LINE_WORDS)
 
     @property
     def entry_bytes(self) -> int:
@@ -124,7 +140,7 @@ class OutboxLayout:
 
     @property
     def _rings_at(self) -> int:
-        return _round_up(8 * (_LINKS_WORD + (self.local_ranks - 1) * self.block_words), _PAGE)
+        return _round_up(8 * (OWNER.num_words + (self.local_ranks - 1) * self.block_words), _PAGE)
 
     @property
     def _pool_at(self) -> int:
@@ -148,7 +164,7 @@ class OutboxLayout:
 
     def block(self, owner: int, peer: int) -> int:
         """Return the first word of the block that index ``owner`` keeps about index ``peer``."""
-        return _LINKS_WORD + (peer - (peer > owner)) * self.block_words
+        return OWNER.num_words + (peer - (peer > owner)) * self.block_words
 
     def entry(self, owner: int, peer: int, slot: int) -> int:
         """Return the offset of an entry that ``owner`` writes for ``peer``, in bytes."""

@@ -12,7 +12,7 @@ from typing import Any, final
 
 import numpy as np
 
-from totalreduce.transports.shm_memory import GIVEN_BACK, Outbox
+from totalreduce.transports.shm_memory import PEER, Outbox
 
 __all__ = ["Piece", "StagingPool"]
 
@@ -36,7 +36,7 @@ class Piece:
     @property
     def released(self) -> bool:
         """Whether every reader has given it back."""
-        use, word = self.use, GIVEN_BACK + self.number
+        use, word = self.use, PEER.given_back + self.number
         return all(block[word] == use for block in self.readers)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection
 from typing import final
 
 from totalreduce.transports.shm_meeting import process_and_user
-from totalreduce.transports.shm_memory import READS, SAMPLE_WORD, Mapping, Outbox
+from totalreduce.transports.shm_memory import OWNER, PEER, Mapping, Outbox
 
 __all__ = ["ProcessReads"]
 
@@ -43,20 +43,20 @@ class ProcessReads:
         self._sample = ctypes.c_uint64(secrets.randbits(64))
         if self._read is not None:
             _admit_siblings()
-            outbox.words[SAMPLE_WORD + 1] = self._sample.value
-            outbox.words[SAMPLE_WORD] = ctypes.addressof(self._sample)
+            outbox.words[OWNER.sample + 1] = self._sample.value
+            outbox.words[OWNER.sample] = ctypes.addressof(self._sample)
 
     def meet(self, peer: int, index: int, sock: socket.socket, mapping: Mapping) -> None:
         """Find out whether this rank can read the process of a peer, and tell the peer. ``index``: the peer's."""
-        self._mappings[peer] = mapping, mapping.layout.block(index, self._index) + READS
-        address, value = mapping.words[SAMPLE_WORD], mapping.words[SAMPLE_WORD + 1]
+        self._mappings[peer] = mapping, mapping.layout.block(index, self._index) + PEER.reads
+        address, value = mapping.words[OWNER.sample], mapping.words[OWNER.sample + 1]
         if self._read is None or not address:
             return
         process, _ = process_and_user(sock)
         found = ctypes.c_uint64(~value & (1 << 64) - 1)
         if process > 0 and self._copy(process, ctypes.addressof(found), address, 8) and found.value == value:
             self.processes[peer] = process
-            self._outbox.words[mapping.layout.block(self._index, index) + READS] = 1
+            self._outbox.words[mapping.layout.block(self._index, index) + PEER.reads] = 1
 
     def admits(self, peers: Collection[int]) -> bool:
         """Return whether all these ranks, this one not considered, have said that they can read this process."""

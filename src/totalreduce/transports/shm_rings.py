@@ -17,7 +17,7 @@ import numpy as np
 from totalreduce.foundation.errors import ProtocolError
 from totalreduce.foundation.header import HEADER_BYTES, Frame, Header
 from totalreduce.transports.base import Delivery, Endpoint, Outgoing
-from totalreduce.transports.shm_memory import CONSUMED, GIVEN_BACK, LOANS, PUBLISHED, Mapping, Outbox
+from totalreduce.transports.shm_memory import LOANS, PEER, Mapping, Outbox
 from totalreduce.transports.shm_pool import StagingPool
 from totalreduce.transports.shm_waiting import WANTS_ROOM, Doorbell
 
@@ -81,7 +81,7 @@ class _Loans:
     def returned(self) -> bool:
         """Whether the peer has given back a body. Any thread."""
         theirs = self._theirs
-        return any(theirs[GIVEN_BACK + number] == use for number, (use, _) in self.lent.copy().items())
+        return any(theirs[PEER.given_back + number] == use for number, (use, _) in self.lent.copy().items())
 
     def add(self, message: Outgoing) -> tuple[int, int]:
         """Lend the body of a message; returns the number of the loan and its use."""
@@ -94,7 +94,7 @@ class _Loans:
         """Tell the endpoint which of the messages have left: those whose bodies the peer has given back."""
         theirs = self._theirs
         for number, (use, message) in self.lent.copy().items():
-            if theirs[GIVEN_BACK + number] == use:
+            if theirs[PEER.given_back + number] == use:
                 if self._order is not None:
                     self._order()  # the body may be written after the peer's word that it was read
                 del self.lent[number]
@@ -126,7 +126,7 @@ class OutgoingRing:
     @property
     def has_room(self) -> bool:
         """Whether there may be room again for what stopped ``send``. Any thread."""
-        return self.published - self._theirs[CONSUMED] < self._slots and self._pool.has_come_back()
+        return self.published - self._theirs[PEER.consumed] < self._slots and self._pool.has_come_back()
 
     def send(self, endpoint: Endpoint) -> bool:
         """Publish messages until there is none, no room, or the quantum is used up; returns whether it is used up.
@@ -137,7 +137,7 @@ class OutgoingRing:
         self.blocked = False
         slots = self._slots
         for _turn in range(_QUANTUM):
-            waiting = self.published - self._theirs[CONSUMED]
+            waiting = self.published - self._theirs[PEER.consumed]
             if waiting >= slots or not self._pool.has_room():
                 self.blocked = True
                 return False
@@ -205,7 +205,7 @@ class OutgoingRing:
         self.published += 1
         if self._order is not None:
             self._order()
-        self._mine[PUBLISHED] = self.published
+        self._mine[PEER.published] = self.published
         self._bell.owed = True
 
     def close(self) -> None:
@@ -250,16 +250,16 @@ class IncomingRing:
     @property
     def has_mail(self) -> bool:
         """Whether the peer has published an entry that was not read. Any thread."""
-        return self._theirs[PUBLISHED] != self.consumed
+        return self._theirs[PEER.published] != self.consumed
 
     @property
     def has_news(self) -> bool:
         """Like ``has_mail``, without the entries that were left unread for want of memory. Any thread."""
-        return self._theirs[PUBLISHED] != self._seen
+        return self._theirs[PEER.published] != self._seen
 
     def receive(self, endpoint: Endpoint) -> bool:
         """Read what was published, up to the quantum; returns whether more can be read. Raises ``ProtocolError``."""
-        published = self._theirs[PUBLISHED]
+        published = self._theirs[PEER.published]
         waiting = published - self.consumed
         if not 0 <= waiting <= self._slots:
             raise ProtocolError(f"{waiting} entries in a ring of {self._slots}")
@@ -346,13 +346,13 @@ class IncomingRing:
             available = 0
         if not 0 < length <= available:
             raise ProtocolError(f"{length} bytes in piece {number}, which the pool does not have")
-        return GIVEN_BACK + number, use, self._view[start : start + length]
+        return PEER.given_back + number, use, self._view[start : start + length]
 
     def _consume(self) -> None:
         self.consumed += 1
         if self._order is not None:
             self._order()
-        self._mine[CONSUMED] = self.consumed
+        self._mine[PEER.consumed] = self.consumed
 
     def give_back(self, word: int, use: int) -> None:
         """Give a piece of the peer's pool, or a body in its arena, back. Any thread."""

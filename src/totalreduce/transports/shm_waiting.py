@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, final
 
-from totalreduce.transports.shm_memory import CPU_WORD, SLEEP_WORD, Fences, Outbox
+from totalreduce.transports.shm_memory import OWNER, Fences, Outbox
 
 __all__ = ["ASLEEP", "WANTS_ROOM", "Doorbell", "ProcessorChoice", "Sleep"]
 
@@ -72,7 +72,7 @@ class Doorbell:
     def ring(self, bits: int) -> None:
         """Wake the peer if it sleeps with one of ``bits``, to see what was written before. Any thread."""
         self._full()
-        sleep = self._words[SLEEP_WORD]
+        sleep = self._words[OWNER.sleep]
         if sleep & bits and sleep != self._woken:
             self._woken = sleep
             with self._lock, contextlib.suppress(BlockingIOError):
@@ -205,7 +205,7 @@ class Sleep:
             if self._sleepers:
                 wants_room = any(neighbour.wants_room for neighbour in self.neighbours)
                 bits = ASLEEP | WANTS_ROOM if wants_room else ASLEEP
-            self._words[SLEEP_WORD] = self._count << 2 | bits
+            self._words[OWNER.sleep] = self._count << 2 | bits
 
 
 @final
@@ -253,8 +253,8 @@ class ProcessorChoice:
 
     def _announce(self) -> int:
         mine = self._getcpu() + 1
-        if self._words[CPU_WORD] != mine:
-            self._words[CPU_WORD] = mine
+        if self._words[OWNER.processor] != mine:
+            self._words[OWNER.processor] = mine
         return mine
 
 

@@ -230,7 +230,7 @@ def test_a_peers_loan_is_not_believed(number: int, place: int) -> None:
         word = layout.entry_word(0, 1, 0)
         words[word] = 9000 | (layout.pieces + number + 1) << 32
         words[word + 2] = place
-        words[layout.block(0, 1) + shm_memory.PUBLISHED] = 1
+        words[layout.block(0, 1) + shm_memory.PEER.published] = 1
         host.move(only=[1])
         ((peer, reason),) = host.endpoints[1].lost
         assert peer == 0

@@ -16,7 +16,7 @@ from totalreduce.foundation.errors import ConfigurationError, ProtocolError
 from totalreduce.transports import shm_memory
 from totalreduce.transports.handshake import JobIdentity
 from totalreduce.transports.shm import listen, shm_available
-from totalreduce.transports.shm_memory import GIVEN_BACK, SLEEP_WORD, Mapping, Outbox, OutboxLayout
+from totalreduce.transports.shm_memory import OWNER, PEER, Mapping, Outbox, OutboxLayout
 from totalreduce.transports.shm_pool import StagingPool
 from totalreduce.transports.shm_rings import _Loans
 from totalreduce.transports.shm_waiting import ASLEEP, WANTS_ROOM
@@ -39,12 +39,12 @@ def test_the_parts_of_an_outbox_do_not_overlap() -> None:
     for local_ranks in (1, 2, 3, 8, 64):
         layout = OutboxLayout.choose(local_ranks, 1 << 20, 16 << 20)
         used: list[tuple[int, int]] = [
-            (8 * word, 8) for word in (SLEEP_WORD, shm_memory.BEAT_WORD, shm_memory.CPU_WORD)
+            (8 * word, 8) for word in (OWNER.sleep, shm_memory.OWNER.beat, shm_memory.OWNER.processor)
         ]
         peers = [peer for peer in range(local_ranks) if peer != 0]
         for peer in peers:
             first = 8 * layout.block(0, peer)
-            used.append((first, 8 * (shm_memory.GIVEN_BACK + layout.pieces + shm_memory.LOANS)))
+            used.append((first, 8 * (shm_memory.PEER.given_back + layout.pieces + shm_memory.LOANS)))
             for slot in range(layout.slots):
                 entry = layout.entry(0, peer, slot)
                 assert entry < 8 * layout.entry_word(0, peer, slot) < layout.entry_body(0, peer, slot)
@@ -154,7 +154,7 @@ def test_memory_that_a_peer_has_given_back_is_written_after_a_fence() -> None:
     outbox, log = Outbox(layout), []
     pool, peers_words = StagingPool(outbox), memoryview(bytearray(8 * layout.block_words)).cast("Q")
     piece = pool.stage(memoryview(bytes([1]) * PIECE), None, peers_words)
-    peers_words[GIVEN_BACK + piece.number] = piece.use
+    peers_words[PEER.given_back + piece.number] = piece.use
     pool._order = lambda: log.append(("fence", piece.out, int(piece.array[0])))
     assert pool.stage(memoryview(bytes([2]) * PIECE), None, peers_words) is piece
     assert log == [("fence", False, 1)]
@@ -166,7 +166,7 @@ def test_memory_that_a_peer_has_given_back_is_written_after_a_fence() -> None:
     endpoint = SimpleNamespace(message_sent=lambda sent: log.append(bytes(sent.body)))
     loans.collect(endpoint)
     assert log == []
-    peers_words[GIVEN_BACK + number] = use
+    peers_words[PEER.given_back + number] = use
     loans.collect(endpoint)
     assert log == ["fence", b"lent"]
     outbox.close()

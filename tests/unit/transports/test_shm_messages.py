@@ -5,7 +5,7 @@ import pytest
 from shm_host import PIECE, Host, message
 
 from totalreduce.foundation.header import Frame
-from totalreduce.transports.shm_memory import CONSUMED, PUBLISHED
+from totalreduce.transports.shm_memory import PEER
 
 SLOTS = 32
 LENGTHS = [0, 1, 8191, 8192, 8193, PIECE // 2, PIECE // 2 + 1, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE + 7]
@@ -179,10 +179,10 @@ def forge(host: Host, what: str) -> None:
             view[entry] = 0
             words[place] = 100
         case "consumed":
-            words[layout.block(0, 1) + CONSUMED] = 5
+            words[layout.block(0, 1) + PEER.consumed] = 5
             host.endpoints[1].put(0, message(b"x"))
             published = 0
-    words[layout.block(0, 1) + PUBLISHED] = published
+    words[layout.block(0, 1) + PEER.published] = published
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_a_message_within_another_one() -> None:
             entry = layout.entry(0, 1, slot)
             view[entry : entry + 64] = message(bytes(2 * PIECE)).header
             words[layout.entry_word(0, 1, slot)] = PIECE | (layout.small_pieces + 1) << 32
-        words[layout.block(0, 1) + PUBLISHED] = 2
+        words[layout.block(0, 1) + PEER.published] = 2
         host.move(only=[1])
         assert host.endpoints[1].lost == [(0, "protocol violation: a message within another one")]
 

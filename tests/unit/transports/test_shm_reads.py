@@ -10,7 +10,7 @@ from shm_host import IDENTITY, Host, RecordingEndpoint
 
 from totalreduce.foundation.config import TcpConfig
 from totalreduce.transports.shm import ShmTransport, listen
-from totalreduce.transports.shm_memory import SAMPLE_WORD
+from totalreduce.transports.shm_memory import OWNER
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -58,7 +58,7 @@ def test_a_sample_with_another_value_is_another_process():
     """A rank may announce an address that has something else in this rank's view: no number of a process is taken."""
     skip_without_process_reads()
     with Host(2, meet=False, process_reads=True) as host:
-        host.ranks[0]._outbox.words[SAMPLE_WORD + 1] ^= 1
+        host.ranks[0]._outbox.words[OWNER.sample + 1] ^= 1
         host.move(until=lambda: all(rank.connected_peers() for rank in host.ranks))
         assert not host.ranks[1].boards.processes
         assert host.ranks[0].boards.processes == {1: os.getpid()}

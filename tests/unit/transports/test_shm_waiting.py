@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from totalreduce.transports.shm_memory import CPU_WORD, Outbox, OutboxLayout
+from totalreduce.transports.shm_memory import OWNER, Outbox, OutboxLayout
 from totalreduce.transports.shm_waiting import ProcessorChoice
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
@@ -43,9 +43,9 @@ def settled(outbox, here, rank, others, where):
         os.sched_setaffinity(0, here[:1])
         os.sched_setaffinity(0, here)
         alone = ProcessorChoice(rank, outbox).choose(others)
-        if outbox.words[CPU_WORD] == where + 1:
+        if outbox.words[OWNER.processor] == where + 1:
             return alone
-    pytest.fail(f"it says {outbox.words[CPU_WORD] - 1} and not {where}")
+    pytest.fail(f"it says {outbox.words[OWNER.processor] - 1} and not {where}")
 
 
 def test_who_is_alone_stays_and_says_where(outbox, here):
