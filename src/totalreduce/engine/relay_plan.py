@@ -1,12 +1,12 @@
-"""Which operations the relay can carry out, and the lanes and rows that it has for them (``kernels.relay``).
+"""Which operations the relay can carry out, and the tracks and rows that it has for them (``kernels.relay``).
 
 There are two kinds of them:
 
-* Where sums are made, or every rank gets the same, a lane of the operation is a lane of the relay, whose rows are the
-  actions of the schedule. In a ring or a chain a rank receives from one neighbour and sends to another one, in the
+* Where sums are made, or every rank gets the same, a track is a lane of the operation, and its rows are the actions
+  of the schedule. In a ring or a chain a rank receives from one neighbour and sends to another one, in the
   order of the rows. In other schedules a message may come before its turn, so each row has a state.
 * Where every block travels from one rank to another one (alltoall, gather, scatter), no message waits for an addition.
-  A lane of the relay is a block, and its row i is the block's message in lane i of the operation. Of no block this rank
+  A track is a block, and its row i is the block's message in lane i of the operation. Of no block this rank
   sends more than ``exchange_window`` bytes beyond what it has received of each other block.
 """
 
@@ -38,13 +38,13 @@ _RECEIVE: Final = {
     Mode.COMBINE_LAST: words.COMBINE_LAST,
 }
 #: The length of a line of the processor's cache.
-_LINE_BYTES: Final = 64
+_CACHE_LINE_BYTES: Final = 64
 
 #: The first chunk and the number of the chunks whose sums are in one slot.
 _Key = tuple[int, int]
 #: Messages of an operation that wait to leave: the number of the lane, and the index of the action in the program.
 _Waiting = Collection[tuple[int, int]]
-#: For each lane of the relay: the index of the next row that receives, and of the next one that sends.
+#: For each track: the index of the next row that receives, and of the next one that sends.
 _Positions = list[tuple[int, int]]
 
 
@@ -70,9 +70,9 @@ class Standing(NamedTuple):
     """How far messages of the engine have carried an operation out.
 
     Attributes:
-        positions: By lane: the index of the next row that receives, and of the next one that sends.
-        carried_out: The lane and the index of every row behind these that was carried out, of lanes with states.
-        early: Of every body that has come before its turn, in lanes with states: the lane, the row and the bytes.
+        positions: By track: the index of the next row that receives, and of the next one that sends.
+        carried_out: The track and the index of every row behind these that was carried out, of tracks with states.
+        early: Of every body that has come before its turn, in tracks with states: the track, the row and the bytes.
     """
 
     positions: list[tuple[int, int]]
@@ -88,10 +88,10 @@ class RelayPlan:
         peers: The ranks with which messages are exchanged.
         sources: Those from which bodies come. A message without body may come by any connection.
         targets: Those to which messages leave.
-        rows: By lane of the relay: the rows of ``kernels.relay``, one after the other.
-        lanes: The words of these lanes that do not change (``kernels.relay.lanes_of``).
+        rows: By track: the rows of ``kernels.relay``, one after the other.
+        tracks: The words of the tracks that do not change (``kernels.relay.tracks_of``).
         has_states: Whether the rows have states.
-        ahead: By how many rows a lane that sends may be ahead of the lanes that receive; 0: it does not wait for them.
+        ahead: By how many rows a track that sends may be ahead of those that receive; 0: it does not wait for them.
         standing: Returns how far messages of the engine have carried out an operation; ``None``: it cannot be handed
             over now.
         kind: The element type (``kernels.element_types``).
@@ -107,7 +107,7 @@ class RelayPlan:
     sources: frozenset[int]
     targets: frozenset[int]
     rows: list[array[int]]
-    lanes: Array
+    tracks: Array
     has_states: bool
     ahead: int
     standing: Callable[[Operation, _Waiting], Standing | None]
@@ -134,7 +134,7 @@ class RelayPlan:
 
     @property
     def is_of_blocks(self) -> bool:
-        """Whether the lanes are blocks: the engine may receive some messages, because no other lane depends on them."""
+        """Whether the tracks are blocks. Then the engine may receive some messages: no other track needs them."""
         return self.ahead > 0
 
 
@@ -169,7 +169,7 @@ def _plan_of_lanes(layout: OperationLayout, peers: tuple[int, ...]) -> RelayPlan
     # A chain has a second source only in a broadcast: it sends the consent, an empty message, after the data of this
     # rank has left.
     has_states = max(len(program.sources), len(program.targets)) > 1 and program.algorithm != Algorithm.CHAIN
-    if layout.num_lanes > words.LANES_MAX:
+    if layout.num_lanes > words.TRACKS_MAX:
         return None
     receives = [action for action in program.actions if isinstance(action, Receive)]
     if has_states and any(action.chunk == NOTHING for action in receives):
@@ -183,7 +183,7 @@ def _plan_of_lanes(layout: OperationLayout, peers: tuple[int, ...]) -> RelayPlan
         sources=frozenset(action.peer for action in receives if action.chunk != NOTHING),
         targets=frozenset(program.targets),
         rows=rows.by_lane,
-        lanes=words.lanes_of(rows.by_lane, [layout.expectation.packed] * layout.num_lanes, of_blocks=False),
+        tracks=words.tracks_of(rows.by_lane, [layout.expectation.packed] * layout.num_lanes, of_blocks=False),
         has_states=has_states,
         ahead=0,
         standing=functools.partial(
@@ -276,7 +276,7 @@ class _Rows:
                     longest = max(longest, stop - start)
                 if has_states and isinstance(action, Receive) and not _may_replace(action):
                     longest, num_early = max(longest, region.body_bytes), num_early + 1
-        self.slot_bytes = _LINE_BYTES * -(-longest // _LINE_BYTES)
+        self.slot_bytes = _CACHE_LINE_BYTES * -(-longest // _CACHE_LINE_BYTES)
         self.num_slots = len(self.sums) + num_early
         self.by_lane = [
             array("q", itertools.chain.from_iterable(self._rows(found, layout.regions(lane))))
@@ -374,7 +374,7 @@ def _plan_of_blocks(
         sources=frozenset(layout.program.sources),
         targets=frozenset(layout.program.targets),
         rows=rows,
-        lanes=words.lanes_of(rows, signatures, of_blocks=True),
+        tracks=words.tracks_of(rows, signatures, of_blocks=True),
         has_states=False,
         ahead=max(2, round(exchange_window(bytes_per_s, len(peers)) / longest)),
         standing=functools.partial(_standing_of_blocks, positions),

@@ -71,7 +71,7 @@ from collections.abc import Callable
 from typing import Final
 
 from totalreduce.kernels import machine_code
-from totalreduce.kernels.words import LINE_WORDS, Structure
+from totalreduce.kernels.words import CACHE_LINE_WORDS, Structure
 
 __all__ = [
     "ADVANCE",
@@ -212,11 +212,11 @@ class _Entry(Structure):
     #: The number of the operation that has failed on this rank, whose tensor the program may change from then on.
     #: Another rank that finds the mark after it has read a tensor, a stage or a result uses nothing of that. The rest
     #: of the cache line is free.
-    failed: int = LINE_WORDS - 4
+    failed: int = CACHE_LINE_WORDS - 4
     #: Each counter has a cache line of its own.
-    staged: int = LINE_WORDS
-    reduced: int = LINE_WORDS
-    copied: int = LINE_WORDS
+    staged: int = CACHE_LINE_WORDS
+    reduced: int = CACHE_LINE_WORDS
+    copied: int = CACHE_LINE_WORDS
 
 
 #: The block: the head, the order of the contributions to each part (``ORDER``: ranks**2 words), and the peers.

@@ -1,23 +1,24 @@
 """The relay: a compiled function that receives, adds and sends the messages of large operations over TCP.
 
 An arriving message says by itself what comes next: its bytes are added or stored, and messages of the same lane leave.
-So the function needs no interpreter between messages. It knows *operations*, each cut into *lanes*. A lane has *rows*,
-which are the actions of its schedule, and two positions: the next row that receives (``receives``), and the next row
-that sends (``sends``). All rows before ``receives`` have been carried out, except the sends from ``sends`` on. These
-wait for their connection, which sends the most urgent message first, as ``engine.outbox.SendQueue`` does.
+So the function needs no interpreter between messages. It knows *operations*, each of which has *tracks*. A track is a
+lane of the operation, or one of its blocks (``engine.relay_plan``). It has *rows*, which are the actions of its
+schedule, and two positions: the next row that receives (``receives``), and the next row that sends (``sends``). All
+rows before ``receives`` have been carried out, except the sends from ``sends`` on. These wait for their connection,
+which sends the most urgent message first, as ``engine.outbox.SendQueue`` does.
 
-In a ring or a chain, a lane receives from one neighbour and sends to one, so its messages come and leave in the order
-of the rows. Other lanes have several sources or targets. Each of their rows has a *state* (``LANE.states``), because a
-message may come before its turn, and messages of the engine may have left in another order. Bytes are added in the
+In a ring or a chain, a track receives from one neighbour and sends to one, so its messages come and leave in the order
+of the rows. Other tracks have several sources or targets. Each of their rows has a *state* (``TRACK.states``), because
+a message may come before its turn, and messages of the engine may have left in another order. Bytes are added in the
 order of the rows all the same: what comes too early waits in memory of its own.
 
-The function reads a message only if its header is exactly what a lane expects. Any other header stays in the words of
+The function reads a message only if its header is exactly what a track expects. Any other header stays in the words of
 its connection, and the function returns, so that the engine looks at it. So the wire has the same bytes with the relay
 and without it, and each rank may use it or not.
 
-The function works on a *block* of 64-bit integers: a head, then connections, lanes and operations. For each of these,
-and for a row, there is a structure that numbers its words. Addresses are those of this process. The code is in
-``relay_code``.
+The function works on a *block* of 64-bit integers: a head, then *lines*, which are the connections that it may use,
+tracks and operations. For each of these, and for a row, there is a structure that numbers its words. Addresses are
+those of this process. The code is in ``relay_code``.
 
 **The order of accesses.** The function runs without the interpreter's lock, and other threads may use an operation
 meanwhile (``relay.RelayedOperation``). The function reads what they write (``READ_SHARED``) by ``load_shared``, and
@@ -31,8 +32,8 @@ word                       written by                who has read it may rely on
 ``OPERATION.has_failed``   any thread                nothing else: no further message of the operation begins
 ``PEER.leaves_by``         any thread                nothing else: the peer has submitted the operation, so its
                                                      messages may leave
-``LANE.receives``          the function              the bytes of the messages before it have come
-``LANE.sends``             the function              the bytes of the messages before it have left
+``TRACK.receives``         the function              the bytes of the messages before it have come
+``TRACK.sends``            the function              the bytes of the messages before it have left
 =========================  ========================  =============================================================
 """
 
@@ -51,20 +52,20 @@ from totalreduce.kernels.arrays import Array
 from totalreduce.kernels.words import Structure
 
 __all__ = [
-    "CONNECTION",
     "FUNCTION",
     "HEAD",
-    "LANE",
+    "LINE",
     "NUM_ARGUMENTS",
     "OPERATION",
     "PEER",
     "READ_SHARED",
     "ROW",
+    "TRACK",
     "WRITE_SHARED",
     "Pump",
-    "lanes_of",
     "load",
     "next_row",
+    "tracks_of",
 ]
 
 EVENTS_MAX: Final = 32
@@ -83,9 +84,9 @@ class _Head(Structure):
     events: int = 1
     event_bytes: int = 1
     event_data: int = 1
-    #: How many connections and lanes there are. Some of them may be unused.
-    num_connections: int = 1
-    num_lanes: int = 1
+    #: How many lines and tracks there are. Some of them may be unused.
+    num_lines: int = 1
+    num_tracks: int = 1
     #: The first eight bytes of the headers of this group's data messages.
     prologue: int = 1
     #: Whether the order of messages is by age alone, and how many messages may overtake the oldest one.
@@ -108,7 +109,7 @@ class _Head(Structure):
     events_left: int = 2 * EVENTS_MAX
 
 
-#: Bits of ``status``. There are events for the interpreter; a header is none that a lane expects (``in_refused``); an
+#: Bits of ``status``. There are events for the interpreter; a header is none that a track expects (``in_refused``); an
 #: operation has ended; a connection has ended (``failure``); it is the turn of a message that the interpreter has
 #: (``rivals_turn_here``).
 FOR_INTERPRETER, REFUSED, ENDED, FAILED, RIVALS_TURN = 1, 2, 4, 8, 16
@@ -116,7 +117,7 @@ FOR_INTERPRETER, REFUSED, ENDED, FAILED, RIVALS_TURN = 1, 2, 4, 8, 16
 TIME_IS_UP = 32
 
 
-class _Connection(Structure):
+class _Line(Structure):
     #: The descriptor (-1: unused).
     fd: int = 1
     #: Whether the socket may have bytes, and may take bytes. Whether the peer has ended the stream: then the socket may
@@ -140,10 +141,10 @@ class _Connection(Structure):
     in_got: int = 1
     in_header: int = _HEADER_WORDS
     in_refused: int = 1
-    #: The lane of the body that is arriving (``NO_LANE``; ``DISCARDED``: of an operation that has failed), and its row;
-    #: the address of the memory in which it comes before its turn (0: it does not); where its next byte goes, the bytes
-    #: that are missing, and the bytes that wait in the window to be added.
-    in_lane: int = 1
+    #: The track of the body that is arriving (``NO_TRACK``; ``DISCARDED``: of an operation that has failed), and its
+    #: row; the address of the memory in which it comes before its turn (0: it does not); where its next byte goes, the
+    #: bytes that are missing, and the bytes that wait in the window to be added.
+    in_track: int = 1
     in_row: int = 1
     in_early: int = 1
     in_at: int = 1
@@ -154,9 +155,9 @@ class _Connection(Structure):
     #: The address of memory for a part of a body that is to be added, and its length.
     window: int = 1
     window_bytes: int = 1
-    #: The lane of the message that is leaving (``NO_LANE``; ``DETACHED``: of an operation that has failed), the bytes
+    #: The track of the message that is leaving (``NO_TRACK``; ``DETACHED``: of an operation that has failed), the bytes
     #: of its header that have not left, the header, the address of the rest of its body, and the length of that.
-    out_lane: int = 1
+    out_track: int = 1
     out_header_left: int = 1
     out_header: int = _HEADER_WORDS
     out_at: int = 1
@@ -180,12 +181,12 @@ class _Connection(Structure):
     eager_bytes_in: int = 1
 
 
-NO_LANE, DISCARDED, DETACHED = -1, -2, -3
+NO_TRACK, DISCARDED, DETACHED = -1, -2, -3
 EOF: Final = -1
 
 
-class _Lane(Structure):
-    #: The number of the operation (-1: unused), and of the lane in it.
+class _Track(Structure):
+    #: The number of the operation (-1: unused), and of the track in it.
     operation: int = 1
     index: int = 1
     #: Words of its headers: the id; iteration and lane; the signature; the priority.
@@ -206,10 +207,10 @@ class _Lane(Structure):
 
 
 class _Operation(Structure):
-    #: Whether it is promoted, whether it has failed, and how many of its lanes have not ended.
+    #: Whether it is promoted, whether it has failed, and how many of its tracks have not ended.
     is_promoted: int = 1
     has_failed: int = 1
-    lanes_left: int = 1
+    tracks_left: int = 1
     #: Its place in the order of messages.
     priority: int = 1
     sequence: int = 1
@@ -232,7 +233,7 @@ class _Operation(Structure):
     free_slots: int = 1
     num_free: int = 1
     fewest_free: int = 1
-    #: By how many rows a block that is sent may be ahead of each block that is being received; 0: the lanes of the
+    #: By how many rows a block that is sent may be ahead of each block that is being received; 0: the tracks of the
     #: operation are no blocks.
     ahead: int = 1
 
@@ -262,7 +263,7 @@ class _Row(Structure):
 
 
 OF_SUMS: Final = -1
-#: What a row does. ``NOTHING``: the lane has no part in this action.
+#: What a row does. ``NOTHING``: the track has no part in this action.
 SEND, REPLACE, COMBINE, COMBINE_LAST, NOTHING = 0, 1, 2, 3, 4
 #: How it does that. Of a half type: the elements of the message, those with which they are combined, and the results
 #: are float32. A message that replaces bytes may do so before its turn. The row is the last one that needs the sum that
@@ -273,22 +274,22 @@ WIDE_BODY, WIDE_LOCAL, WIDE_RESULT, ANYTIME, GIVES_BACK = 1, 2, 4, 8, 16
 OPEN, ARRIVING, CARRIED_OUT = 0, 1, 2
 
 HEAD: Final = _Head()
-CONNECTION: Final = _Connection()
-LANE: Final = _Lane()
+LINE: Final = _Line()
+TRACK: Final = _Track()
 OPERATION: Final = _Operation()
 PEER: Final = _Peer()
 ROW: Final = _Row()
 #: The words that other threads may write while the function runs, and those that they may read.
 READ_SHARED: Final = ("OPERATION.is_promoted", "OPERATION.has_failed", "PEER.leaves_by")
-WRITE_SHARED: Final = ("OPERATION.is_promoted", "LANE.receives", "LANE.sends")
+WRITE_SHARED: Final = ("OPERATION.is_promoted", "TRACK.receives", "TRACK.sends")
 
-#: The block: the head, then connections, lanes and operations.
-CONNECTIONS_MAX: Final = 64
-LANES_MAX: Final = 2048
+#: The block: the head, then lines, tracks and operations.
+LINES_MAX: Final = 64
+TRACKS_MAX: Final = 2048
 OPERATIONS_MAX: Final = 256
-CONNECTIONS_AT: Final = HEAD.num_words
-LANES_AT: Final = CONNECTIONS_AT + CONNECTIONS_MAX * CONNECTION.num_words
-OPERATIONS_AT: Final = LANES_AT + LANES_MAX * LANE.num_words
+LINES_AT: Final = HEAD.num_words
+TRACKS_AT: Final = LINES_AT + LINES_MAX * LINE.num_words
+OPERATIONS_AT: Final = TRACKS_AT + TRACKS_MAX * TRACK.num_words
 BLOCK_WORDS: Final = OPERATIONS_AT + OPERATIONS_MAX * OPERATION.num_words
 
 #: The compiled function: the address of the block, and for how many nanoseconds it may wait. Returns ``STATUS``.
@@ -315,28 +316,28 @@ def next_row(rows: Sequence[int], length: int, index: int, sends: bool) -> int:
     return index
 
 
-def lanes_of(rows: Sequence[array[int]], signatures: Sequence[bytes], *, of_blocks: bool) -> Array:
-    """Return the words of the lanes of an operation, as far as they depend on its layout alone; the others are 0.
+def tracks_of(rows: Sequence[array[int]], signatures: Sequence[bytes], *, of_blocks: bool) -> Array:
+    """Return the words of the tracks of an operation, as far as they depend on its layout alone; the others are 0.
 
     Args:
-        rows: By lane: its rows. The words have their addresses, and do not keep them in memory.
-        signatures: By lane: the packed signature of its messages.
-        of_blocks: Whether the lanes are blocks (``LANE.per_row``).
+        rows: By track: its rows. The words have their addresses, and do not keep them in memory.
+        signatures: By track: the packed signature of its messages.
+        of_blocks: Whether the tracks are blocks (``TRACK.per_row``).
 
     Returns:
-        ``int64[lanes, LANE.num_words]``.
+        ``int64[tracks, TRACK.num_words]``.
     """
-    lanes = np.zeros((len(rows), LANE.num_words), np.int64)
-    lanes[:, LANE.index] = np.arange(len(rows))
+    tracks = np.zeros((len(rows), TRACK.num_words), np.int64)
+    tracks[:, TRACK.index] = np.arange(len(rows))
     if of_blocks:
-        lanes[:, LANE.per_row] = 1 << 32
+        tracks[:, TRACK.per_row] = 1 << 32
     else:
-        lanes[:, LANE.iteration] = lanes[:, LANE.index] << 32
+        tracks[:, TRACK.iteration] = tracks[:, TRACK.index] << 32
     packed = np.frombuffer(b"".join(signatures), np.int64)
-    lanes[:, LANE.signature : LANE.signature + SIGNATURE_WORDS] = packed.reshape(len(rows), SIGNATURE_WORDS)
-    lanes[:, LANE.rows] = [row.buffer_info()[0] for row in rows]
-    lanes[:, LANE.length] = [len(row) // ROW.num_words for row in rows]
-    return lanes
+    tracks[:, TRACK.signature : TRACK.signature + SIGNATURE_WORDS] = packed.reshape(len(rows), SIGNATURE_WORDS)
+    tracks[:, TRACK.rows] = [row.buffer_info()[0] for row in rows]
+    tracks[:, TRACK.length] = [len(row) // ROW.num_words for row in rows]
+    return tracks
 
 
 @functools.cache

@@ -34,7 +34,7 @@ from totalreduce.kernels.atomics import (
 )
 from totalreduce.kernels.element_types import FLOAT32
 from totalreduce.kernels.elements import average, combine, compiled, is_half, round_off, widen
-from totalreduce.kernels.relay import CONNECTION, HEAD, LANE, OPERATION, PEER, ROW
+from totalreduce.kernels.relay import HEAD, LINE, OPERATION, PEER, ROW, TRACK
 
 __all__ = ["assembly"]
 
@@ -78,19 +78,19 @@ def _now(block: Words) -> Any:
 
 
 @compiled
-def _lane(number: Any) -> Any:
-    return int64(w.LANES_AT + number * LANE.num_words)
+def _track(number: Any) -> Any:
+    return int64(w.TRACKS_AT + number * TRACK.num_words)
 
 
 @compiled
-def _operation(block: Words, lane: Any) -> Any:
-    return int64(w.OPERATIONS_AT + block[lane + LANE.operation] * OPERATION.num_words)
+def _operation(block: Words, track: Any) -> Any:
+    return int64(w.OPERATIONS_AT + block[track + TRACK.operation] * OPERATION.num_words)
 
 
 @compiled
-def _row(block: Words, lane: Any, index: Any) -> Any:
-    """Return a pointer to the words of a row of a lane."""
-    return int64_at(block[lane + LANE.rows] + 8 * ROW.num_words * index)
+def _row(block: Words, track: Any, index: Any) -> Any:
+    """Return a pointer to the words of a row of a track."""
+    return int64_at(block[track + TRACK.rows] + 8 * ROW.num_words * index)
 
 
 @compiled
@@ -106,9 +106,9 @@ def _slot_of(block: Words, operation: Any, start: Any) -> Words:
 
 
 @compiled
-def _address(block: Words, lane: Any, buffer: Any, start: Any) -> Any:
+def _address(block: Words, track: Any, buffer: Any, start: Any) -> Any:
     """Return the address of a byte of a buffer, or of an unfinished sum that has a slot."""
-    operation = _operation(block, lane)
+    operation = _operation(block, track)
     if buffer == w.OF_SUMS:
         length = block[operation + OPERATION.slot_bytes]
         slot = _slot_of(block, operation, start)[0]
@@ -151,30 +151,30 @@ def _give_sum_back(block: Words, operation: Any, row: Words) -> None:
 
 
 @compiled
-def _next_of(block: Words, lane: Any, index: Any, sends: Any) -> Any:
-    """Return the first row of a lane from ``index`` on that sends, or else that receives (``relay.next_row``)."""
-    return _next_row(_row(block, lane, 0), block[lane + LANE.length], index, sends)
+def _next_of(block: Words, track: Any, index: Any, sends: Any) -> Any:
+    """Return the first row of a track from ``index`` on that sends, or else that receives (``relay.next_row``)."""
+    return _next_row(_row(block, track, 0), block[track + TRACK.length], index, sends)
 
 
 @compiled
-def _next_send(block: Words, lane: Any, index: Any) -> Any:
-    """Return the first row of a lane from ``index`` on whose message has not left."""
-    index = _next_of(block, lane, index, True)
-    if block[lane + LANE.states] != 0:
-        states = int64_at(block[lane + LANE.states])
-        while index < block[lane + LANE.length] and states[index] == w.CARRIED_OUT:
-            index = _next_of(block, lane, index + 1, True)
+def _next_send(block: Words, track: Any, index: Any) -> Any:
+    """Return the first row of a track from ``index`` on whose message has not left."""
+    index = _next_of(block, track, index, True)
+    if block[track + TRACK.states] != 0:
+        states = int64_at(block[track + TRACK.states])
+        while index < block[track + TRACK.length] and states[index] == w.CARRIED_OUT:
+            index = _next_of(block, track, index + 1, True)
     return index
 
 
 @compiled
-def _note_end(block: Words, lane: Any) -> None:
-    """Count a lane whose rows have all been carried out as ended."""
-    length = block[lane + LANE.length]
-    if block[lane + LANE.receives] == length and block[lane + LANE.sends] == length:
-        operation = _operation(block, lane)
-        block[operation + OPERATION.lanes_left] -= 1
-        if block[operation + OPERATION.lanes_left] == 0:
+def _note_end(block: Words, track: Any) -> None:
+    """Count a track whose rows have all been carried out as ended."""
+    length = block[track + TRACK.length]
+    if block[track + TRACK.receives] == length and block[track + TRACK.sends] == length:
+        operation = _operation(block, track)
+        block[operation + OPERATION.tracks_left] -= 1
+        if block[operation + OPERATION.tracks_left] == 0:
             block[HEAD.status] |= w.ENDED
 
 
@@ -190,21 +190,21 @@ def _set_option(block: Words, descriptor: Any, level: Any, name: Any, number: An
 @compiled
 def _set_low_water_mark(block: Words, at: Any) -> None:
     """Tell the kernel how much must come before it reports the socket as readable."""
-    if block[at + CONNECTION.in_lane] == w.NO_LANE:
-        wanted = HEADER_BYTES - block[at + CONNECTION.in_got]
+    if block[at + LINE.in_track] == w.NO_TRACK:
+        wanted = HEADER_BYTES - block[at + LINE.in_got]
     else:
-        left = block[at + CONNECTION.in_left]
+        left = block[at + LINE.in_left]
         wanted = min(left, _WAKE_BYTES) if left > _WAKE_BYTES_MIN else 1
-    if block[at + CONNECTION.low_water] != wanted:
-        block[at + CONNECTION.low_water] = wanted
-        _set_option(block, block[at + CONNECTION.fd], _SOCKET, _LOW_WATER_MARK, wanted)
+    if block[at + LINE.low_water] != wanted:
+        block[at + LINE.low_water] = wanted
+        _set_option(block, block[at + LINE.fd], _SOCKET, _LOW_WATER_MARK, wanted)
 
 
 @compiled
 def _end(block: Words, at: Any, error: Any) -> None:
     """Note that a connection has ended."""
-    block[at + CONNECTION.failure] = error
-    block[at + CONNECTION.readable] = block[at + CONNECTION.writable] = 0
+    block[at + LINE.failure] = error
+    block[at + LINE.readable] = block[at + LINE.writable] = 0
     block[HEAD.status] |= w.FAILED
 
 
@@ -212,18 +212,18 @@ def _end(block: Words, at: Any, error: Any) -> None:
 def _receive(block: Words, at: Any, target: Any, num_bytes: Any) -> Any:
     """Receive at most so many bytes; return how many."""
     while True:
-        count = receive(block[at + CONNECTION.fd], target, num_bytes, _NOT_BLOCKING)
+        count = receive(block[at + LINE.fd], target, num_bytes, _NOT_BLOCKING)
         if count > 0:
-            block[at + CONNECTION.bytes_in] += count
-            if count < num_bytes and block[at + CONNECTION.is_ending] == 0:
-                block[at + CONNECTION.readable] = 0  # the socket is empty
+            block[at + LINE.bytes_in] += count
+            if count < num_bytes and block[at + LINE.is_ending] == 0:
+                block[at + LINE.readable] = 0  # the socket is empty
             return count
         if count == 0:
             _end(block, at, w.EOF)
             return int64(0)
         error = int32_at(error_number_at())[0]
         if error == _AGAIN:
-            block[at + CONNECTION.readable] = 0
+            block[at + LINE.readable] = 0
             return int64(0)
         if error != _INTERRUPTED:
             _end(block, at, error)
@@ -233,157 +233,157 @@ def _receive(block: Words, at: Any, target: Any, num_bytes: Any) -> Any:
 @compiled
 def _skip_beats(block: Words, at: Any) -> None:
     """Take heartbeats out of the beginning of a header."""
-    header = block[HEAD.address] + 8 * (at + CONNECTION.in_header)
-    beats, got = int64(0), block[at + CONNECTION.in_got]
+    header = block[HEAD.address] + 8 * (at + LINE.in_header)
+    beats, got = int64(0), block[at + LINE.in_got]
     while beats < got and uint8_at(header)[beats] == _BEAT:
         beats += 1
     if beats:
         move_bytes(header, header + beats, got - beats)
-        block[at + CONNECTION.in_got] = got - beats
+        block[at + LINE.in_got] = got - beats
 
 
 @compiled
-def _iteration(block: Words, lane: Any, index: Any) -> Any:
+def _iteration(block: Words, track: Any, index: Any) -> Any:
     """Return the third word of the header of the message of a row: the iteration, and the lane of the operation."""
-    return int64(block[lane + LANE.iteration] + index * block[lane + LANE.per_row])
+    return int64(block[track + TRACK.iteration] + index * block[track + TRACK.per_row])
 
 
 @compiled
-def _is_signed(block: Words, lane: Any, header: Any) -> Any:
-    """Return whether a header has the signature of a lane."""
+def _is_signed(block: Words, track: Any, header: Any) -> Any:
+    """Return whether a header has the signature of a track."""
     is_signed = True
     for word in range(w.SIGNATURE_WORDS):
-        is_signed = is_signed and block[lane + LANE.signature + word] == block[header + 4 + word]
+        is_signed = is_signed and block[track + TRACK.signature + word] == block[header + 4 + word]
     return is_signed
 
 
 @compiled
-def _is_expected(block: Words, lane: Any, index: Any, at: Any) -> Any:
-    """Return whether the message of the header that has come by a connection is that of a row of a lane."""
-    header, row = at + CONNECTION.in_header, _row(block, lane, index)
+def _is_expected(block: Words, track: Any, index: Any, at: Any) -> Any:
+    """Return whether the message of the header that has come by a connection is that of a row of a track."""
+    header, row = at + LINE.in_header, _row(block, track, index)
     third = block[header + 3]
     if row[ROW.action] in (w.SEND, w.NOTHING) or row[ROW.step] != third & 0xFFFF:
         return False
-    if row[ROW.length_bytes] != (third >> 32) & 0xFFFFFFFF or _iteration(block, lane, index) != block[header + 2]:
+    if row[ROW.length_bytes] != (third >> 32) & 0xFFFFFFFF or _iteration(block, track, index) != block[header + 2]:
         return False
-    peers = int64_at(block[_operation(block, lane) + OPERATION.peers])
+    peers = int64_at(block[_operation(block, track) + OPERATION.peers])
     comes_by = peers[_peer(row) + PEER.comes_by]
-    return at == w.CONNECTIONS_AT + comes_by * CONNECTION.num_words and _is_signed(block, lane, header)
+    return at == w.LINES_AT + comes_by * LINE.num_words and _is_signed(block, track, header)
 
 
 @compiled
-def _expecting(block: Words, lane: Any, at: Any) -> Any:
-    """Return the row of a lane that expects the message of a header; -1 if there is none."""
-    index = block[lane + LANE.receives]
-    if block[lane + LANE.states] == 0:
-        return index if index < block[lane + LANE.length] and _is_expected(block, lane, index, at) else int64(-1)
-    while index < block[lane + LANE.length]:
-        if int64_at(block[lane + LANE.states])[index] == w.OPEN and _is_expected(block, lane, index, at):
+def _expecting(block: Words, track: Any, at: Any) -> Any:
+    """Return the row of a track that expects the message of a header; -1 if there is none."""
+    index = block[track + TRACK.receives]
+    if block[track + TRACK.states] == 0:
+        return index if index < block[track + TRACK.length] and _is_expected(block, track, index, at) else int64(-1)
+    while index < block[track + TRACK.length]:
+        if int64_at(block[track + TRACK.states])[index] == w.OPEN and _is_expected(block, track, index, at):
             return index
         index += 1
     return int64(-1)
 
 
 @compiled
-def _find_lane(block: Words, at: Any) -> Any:
-    """Return the number of the lane that expects the message of a header, and note the row; ``NO_LANE``: none does."""
-    header = at + CONNECTION.in_header
+def _find_track(block: Words, at: Any) -> Any:
+    """Return the number of the track that expects the message of a header, and note the row; or ``NO_TRACK``."""
+    header = at + LINE.in_header
     flags, num_bytes = (block[header + 3] >> 16) & 0xFF, (block[header + 3] >> 32) & 0xFFFFFFFF
     if block[header] != block[HEAD.prologue] or flags & ~(_EAGER | _URGENT) != 0:
-        return int64(w.NO_LANE)
-    for number in range(block[HEAD.num_lanes]):
-        lane = _lane(number)
-        if block[lane + LANE.key] != block[header + 1] or block[lane + LANE.operation] < 0:
+        return int64(w.NO_TRACK)
+    for number in range(block[HEAD.num_tracks]):
+        track = _track(number)
+        if block[track + TRACK.key] != block[header + 1] or block[track + TRACK.operation] < 0:
             continue
-        if load_shared(block, _operation(block, lane) + OPERATION.has_failed) != 0:
+        if load_shared(block, _operation(block, track) + OPERATION.has_failed) != 0:
             continue
-        index = _expecting(block, lane, at)
+        index = _expecting(block, track, at)
         if index < 0:
             continue
         if flags & _URGENT:
-            store_shared(block, _operation(block, lane) + OPERATION.is_promoted, 1)
+            store_shared(block, _operation(block, track) + OPERATION.is_promoted, 1)
         if flags & _EAGER:
-            block[at + CONNECTION.eager_in] += 1
-            block[at + CONNECTION.eager_bytes_in] += num_bytes
-        block[at + CONNECTION.in_row] = index
+            block[at + LINE.eager_in] += 1
+            block[at + LINE.eager_bytes_in] += num_bytes
+        block[at + LINE.in_row] = index
         return int64(number)
-    return int64(w.NO_LANE)
+    return int64(w.NO_TRACK)
 
 
 @compiled
 def _begin_body(block: Words, at: Any) -> None:
     """Find the place of the body of a header that has come, or leave the header to the interpreter."""
-    number = _find_lane(block, at)
-    if number == w.NO_LANE:
-        block[at + CONNECTION.in_refused] = 1
-        block[at + CONNECTION.may_read] = 0
+    number = _find_track(block, at)
+    if number == w.NO_TRACK:
+        block[at + LINE.in_refused] = 1
+        block[at + LINE.may_read] = 0
         block[HEAD.status] |= w.REFUSED
         return
-    lane, index = _lane(number), block[at + CONNECTION.in_row]
-    row, operation = _row(block, lane, index), _operation(block, lane)
-    if block[lane + LANE.states] != 0:
-        store_shared(int64_at(block[lane + LANE.states]), index, w.ARRIVING)
-    block[at + CONNECTION.in_lane], block[at + CONNECTION.in_early] = number, 0
-    if index == block[lane + LANE.receives] or (row[ROW.action] == w.REPLACE and row[ROW.manner] & w.ANYTIME != 0):
+    track, index = _track(number), block[at + LINE.in_row]
+    row, operation = _row(block, track, index), _operation(block, track)
+    if block[track + TRACK.states] != 0:
+        store_shared(int64_at(block[track + TRACK.states]), index, w.ARRIVING)
+    block[at + LINE.in_track], block[at + LINE.in_early] = number, 0
+    if index == block[track + TRACK.receives] or (row[ROW.action] == w.REPLACE and row[ROW.manner] & w.ANYTIME != 0):
         _need_result(block, operation, row)
-        block[at + CONNECTION.in_at] = _address(block, lane, row[ROW.into], row[ROW.into_start])
-        block[at + CONNECTION.in_local] = _address(block, lane, row[ROW.buffer], row[ROW.start])
+        block[at + LINE.in_at] = _address(block, track, row[ROW.into], row[ROW.into_start])
+        block[at + LINE.in_local] = _address(block, track, row[ROW.buffer], row[ROW.start])
     else:
         shift = _take_slot(block, operation) * block[operation + OPERATION.slot_bytes]
-        block[at + CONNECTION.in_at] = block[at + CONNECTION.in_early] = block[operation + OPERATION.memory] + shift
-    block[at + CONNECTION.in_left], block[at + CONNECTION.in_waiting] = row[ROW.length_bytes], 0
+        block[at + LINE.in_at] = block[at + LINE.in_early] = block[operation + OPERATION.memory] + shift
+    block[at + LINE.in_left], block[at + LINE.in_waiting] = row[ROW.length_bytes], 0
     if row[ROW.length_bytes] == 0:
         _end_body(block, at)
 
 
 @compiled
-def _end_row(block: Words, lane: Any) -> None:
+def _end_row(block: Words, track: Any) -> None:
     """Go on behind the row that is the next one to receive, and whose message has been added or stored."""
-    index = block[lane + LANE.receives]
-    row = _row(block, lane, index)
+    index = block[track + TRACK.receives]
+    row = _row(block, track, index)
     if row[ROW.action] != w.REPLACE:
-        _give_sum_back(block, _operation(block, lane), row)
-    store_shared(block, lane + LANE.receives, _next_of(block, lane, index + 1, False))
+        _give_sum_back(block, _operation(block, track), row)
+    store_shared(block, track + TRACK.receives, _next_of(block, track, index + 1, False))
 
 
 @compiled
-def _add_early(block: Words, lane: Any, body: Any) -> None:
+def _add_early(block: Words, track: Any, body: Any) -> None:
     """Add or store a body that has waited for its turn, and let another one have its memory."""
-    row, operation = _row(block, lane, block[lane + LANE.receives]), _operation(block, lane)
+    row, operation = _row(block, track, block[track + TRACK.receives]), _operation(block, track)
     _need_result(block, operation, row)
-    into = _address(block, lane, row[ROW.into], row[ROW.into_start])
+    into = _address(block, track, row[ROW.into], row[ROW.into_start])
     if row[ROW.action] == w.REPLACE:
         copy_bytes(into, body, row[ROW.length_bytes])
     else:
         count = row[ROW.length_bytes] // _width(block, operation, row, w.WIDE_BODY)
-        _combine(block, operation, row, into, _address(block, lane, row[ROW.buffer], row[ROW.start]), body, count)
+        _combine(block, operation, row, into, _address(block, track, row[ROW.buffer], row[ROW.start]), body, count)
     place = body - block[operation + OPERATION.memory]
     _free_slot(block, operation, place // block[operation + OPERATION.slot_bytes])
 
 
 @compiled
 def _end_body(block: Words, at: Any) -> None:
-    """Go on with the lane whose message has come."""
-    number = block[at + CONNECTION.in_lane]
-    block[at + CONNECTION.in_lane], block[at + CONNECTION.in_got] = w.NO_LANE, 0
-    block[at + CONNECTION.messages_in] += 1
+    """Go on with the track whose message has come."""
+    number = block[at + LINE.in_track]
+    block[at + LINE.in_track], block[at + LINE.in_got] = w.NO_TRACK, 0
+    block[at + LINE.messages_in] += 1
     if number < 0:
         return
-    lane = _lane(number)
-    if block[lane + LANE.states] == 0:
-        _end_row(block, lane)
+    track = _track(number)
+    if block[track + TRACK.states] == 0:
+        _end_row(block, track)
     else:
-        states, early = int64_at(block[lane + LANE.states]), block[at + CONNECTION.in_early]
-        store_shared(states, block[at + CONNECTION.in_row], early if early != 0 else int64(w.CARRIED_OUT))
-        while block[lane + LANE.receives] < block[lane + LANE.length]:
-            index = block[lane + LANE.receives]
+        states, early = int64_at(block[track + TRACK.states]), block[at + LINE.in_early]
+        store_shared(states, block[at + LINE.in_row], early if early != 0 else int64(w.CARRIED_OUT))
+        while block[track + TRACK.receives] < block[track + TRACK.length]:
+            index = block[track + TRACK.receives]
             if states[index] in (w.OPEN, w.ARRIVING):
                 break
             if states[index] != w.CARRIED_OUT:
-                _add_early(block, lane, states[index])
+                _add_early(block, track, states[index])
                 store_shared(states, index, w.CARRIED_OUT)
-            _end_row(block, lane)
-    _note_end(block, lane)
+            _end_row(block, track)
+    _note_end(block, track)
 
 
 @compiled
@@ -423,29 +423,29 @@ def _combine(block: Words, operation: Any, row: Words, into: Any, local: Any, bo
 @compiled
 def _receive_body(block: Words, at: Any) -> Any:
     """Receive a part of a body, and add it to this rank's part where the row says so; return how many bytes came."""
-    number, left, target = block[at + CONNECTION.in_lane], block[at + CONNECTION.in_left], block[at + CONNECTION.in_at]
+    number, left, target = block[at + LINE.in_track], block[at + LINE.in_left], block[at + LINE.in_at]
     if number == w.DISCARDED:
-        count = _receive(block, at, block[at + CONNECTION.window], min(left, block[at + CONNECTION.window_bytes]))
-        block[at + CONNECTION.in_left] = left - count
+        count = _receive(block, at, block[at + LINE.window], min(left, block[at + LINE.window_bytes]))
+        block[at + LINE.in_left] = left - count
         return count
-    lane = _lane(number)
-    row = _row(block, lane, block[at + CONNECTION.in_row])
-    if row[ROW.action] == w.REPLACE or block[at + CONNECTION.in_early] != 0:
+    track = _track(number)
+    row = _row(block, track, block[at + LINE.in_row])
+    if row[ROW.action] == w.REPLACE or block[at + LINE.in_early] != 0:
         count = _receive(block, at, target, left)
-        block[at + CONNECTION.in_at], block[at + CONNECTION.in_left] = target + count, left - count
+        block[at + LINE.in_at], block[at + LINE.in_left] = target + count, left - count
         return count
     # A part that stays in the cache until it is added.
-    window, waiting = block[at + CONNECTION.window], block[at + CONNECTION.in_waiting]
-    count = _receive(block, at, window + waiting, min(left, block[at + CONNECTION.window_bytes] - waiting))
-    operation, local, come = _operation(block, lane), block[at + CONNECTION.in_local], waiting + count
+    window, waiting = block[at + LINE.window], block[at + LINE.in_waiting]
+    count = _receive(block, at, window + waiting, min(left, block[at + LINE.window_bytes] - waiting))
+    operation, local, come = _operation(block, track), block[at + LINE.in_local], waiting + count
     itemsize = _width(block, operation, row, w.WIDE_BODY)
     elements = come // itemsize
     _combine(block, operation, row, target, local, window, elements)
     added = elements * itemsize
     copy_bytes(window, window + added, come - added)
-    block[at + CONNECTION.in_local] = local + elements * _width(block, operation, row, w.WIDE_LOCAL)
-    block[at + CONNECTION.in_at] = target + elements * _width(block, operation, row, w.WIDE_RESULT)
-    block[at + CONNECTION.in_waiting], block[at + CONNECTION.in_left] = come - added, left - count
+    block[at + LINE.in_local] = local + elements * _width(block, operation, row, w.WIDE_LOCAL)
+    block[at + LINE.in_at] = target + elements * _width(block, operation, row, w.WIDE_RESULT)
+    block[at + LINE.in_waiting], block[at + LINE.in_left] = come - added, left - count
     return count
 
 
@@ -453,23 +453,23 @@ def _receive_body(block: Words, at: Any) -> Any:
 def _read(block: Words, at: Any) -> Any:
     """Receive what has come by a connection; return how many bytes that were."""
     moved = int64(0)
-    while block[at + CONNECTION.readable] != 0 and block[at + CONNECTION.may_read] != 0 and moved < _QUANTUM_BYTES:
-        if block[at + CONNECTION.in_lane] != w.NO_LANE:
+    while block[at + LINE.readable] != 0 and block[at + LINE.may_read] != 0 and moved < _QUANTUM_BYTES:
+        if block[at + LINE.in_track] != w.NO_TRACK:
             count = _receive_body(block, at)
             moved += count
-            if block[at + CONNECTION.in_left] == 0:
+            if block[at + LINE.in_left] == 0:
                 _end_body(block, at)
             continue
-        got = block[at + CONNECTION.in_got]
-        target = block[HEAD.address] + 8 * (at + CONNECTION.in_header) + got
+        got = block[at + LINE.in_got]
+        target = block[HEAD.address] + 8 * (at + LINE.in_header) + got
         count = _receive(block, at, target, HEADER_BYTES - got)
         moved += count
-        block[at + CONNECTION.in_got] = got + count
+        block[at + LINE.in_got] = got + count
         _skip_beats(block, at)
-        if block[at + CONNECTION.in_got] == HEADER_BYTES:
+        if block[at + LINE.in_got] == HEADER_BYTES:
             _begin_body(block, at)
-    is_read = block[at + CONNECTION.may_read] != 0 and block[at + CONNECTION.failure] == 0
-    if is_read and block[at + CONNECTION.readable] == 0:
+    is_read = block[at + LINE.may_read] != 0 and block[at + LINE.failure] == 0
+    if is_read and block[at + LINE.readable] == 0:
         _set_low_water_mark(block, at)
     return moved
 
@@ -481,26 +481,26 @@ def _read(block: Words, at: Any) -> Any:
 def _least_received(block: Words, operation: Any) -> Any:
     """Return the least position of the blocks of an operation that are being received; ``_LAST`` if there is none."""
     least = int64(_LAST)
-    for number in range(block[HEAD.num_lanes]):
-        lane = _lane(number)
-        if block[lane + LANE.operation] == operation and block[lane + LANE.receives] < block[lane + LANE.length]:
-            least = min(least, block[lane + LANE.receives])
+    for number in range(block[HEAD.num_tracks]):
+        track = _track(number)
+        if block[track + TRACK.operation] == operation and block[track + TRACK.receives] < block[track + TRACK.length]:
+            least = min(least, block[track + TRACK.receives])
     return least
 
 
 @compiled
-def _is_ready(block: Words, lane: Any, connection: Any) -> Any:
-    """Return whether the next message of a lane can leave by a connection, whose number is given."""
-    index, number = block[lane + LANE.sends], block[lane + LANE.operation]
-    if number < 0 or index >= block[lane + LANE.receives]:
+def _is_ready(block: Words, track: Any, connection: Any) -> Any:
+    """Return whether the next message of a track can leave by a connection, whose number is given."""
+    index, number = block[track + TRACK.sends], block[track + TRACK.operation]
+    if number < 0 or index >= block[track + TRACK.receives]:
         return False  # after the last row that receives, ``RECEIVES`` is the number of rows
-    operation = _operation(block, lane)
+    operation = _operation(block, track)
     if load_shared(block, operation + OPERATION.has_failed) != 0:
         return False
     peers = int64_at(block[operation + OPERATION.peers])
     # Also where a message to another target could leave: so ranks send to one after the other, and not all to the same
     # one. Measured with bfloat16, 64 MiB, 8 hosts at 1 Gbit/s: 1,095 ms, and 1,220 to 1,330 in any order.
-    if load_shared(peers, _peer(_row(block, lane, index)) + PEER.leaves_by) != connection:
+    if load_shared(peers, _peer(_row(block, track, index)) + PEER.leaves_by) != connection:
         return False
     ahead = block[operation + OPERATION.ahead]
     return ahead == 0 or index < _least_received(block, number) + ahead
@@ -509,143 +509,143 @@ def _is_ready(block: Words, lane: Any, connection: Any) -> Any:
 @compiled
 def _give_turn(block: Words, at: Any, old_sequence: Any) -> None:
     """Note that it is the rival's turn. ``old_sequence``: the age of the oldest message here that is ready."""
-    block[at + CONNECTION.rivals_turn_here] = 1
-    is_oldest = block[at + CONNECTION.rival_sequence] < old_sequence
-    block[at + CONNECTION.overtakes] = 0 if is_oldest else block[at + CONNECTION.overtakes] + 1
+    block[at + LINE.rivals_turn_here] = 1
+    is_oldest = block[at + LINE.rival_sequence] < old_sequence
+    block[at + LINE.overtakes] = 0 if is_oldest else block[at + LINE.overtakes] + 1
     block[HEAD.status] |= w.RIVALS_TURN
 
 
 @compiled
 def _choose(block: Words, at: Any, connection: Any) -> Any:
-    """Return the number of the lane whose message leaves next; ``NO_LANE`` if none is ready, or it is the rival's turn.
+    """Return the number of the track whose message leaves next; ``NO_TRACK``: none is ready, or it is the rival's turn.
 
     The most urgent message is the next one; after ``STARVATION_LIMIT`` messages the oldest one is. A message that the
-    interpreter has (``CONNECTION.rival``) takes part.
+    interpreter has (``LINE.rival``) takes part.
     """
-    best, oldest = int64(w.NO_LANE), int64(w.NO_LANE)
-    best_waits = best_priority = best_sequence = best_step = best_lane = int64(_LAST)
-    old_sequence = old_step = old_lane = int64(_LAST)
-    for number in range(block[HEAD.num_lanes]):
-        lane = _lane(number)
-        if not _is_ready(block, lane, connection):
+    best, oldest = int64(w.NO_TRACK), int64(w.NO_TRACK)
+    best_waits = best_priority = best_sequence = best_step = best_track = int64(_LAST)
+    old_sequence = old_step = old_track = int64(_LAST)
+    for number in range(block[HEAD.num_tracks]):
+        track = _track(number)
+        if not _is_ready(block, track, connection):
             continue
-        operation = _operation(block, lane)
+        operation = _operation(block, track)
         waits = 1 - load_shared(block, operation + OPERATION.is_promoted)
         priority, sequence = block[operation + OPERATION.priority], block[operation + OPERATION.sequence]
-        step, index = _row(block, lane, block[lane + LANE.sends])[ROW.step], block[lane + LANE.index]
-        if (sequence, step, index) < (old_sequence, old_step, old_lane):
-            oldest, old_sequence, old_step, old_lane = number, sequence, step, index
+        step, index = _row(block, track, block[track + TRACK.sends])[ROW.step], block[track + TRACK.index]
+        if (sequence, step, index) < (old_sequence, old_step, old_track):
+            oldest, old_sequence, old_step, old_track = number, sequence, step, index
         order = (waits, priority, sequence, step, index)
-        if order < (best_waits, best_priority, best_sequence, best_step, best_lane):
-            best, best_waits, best_priority, best_sequence, best_step, best_lane = (number, *order)
-    if best == w.NO_LANE:
-        if block[at + CONNECTION.rival] != 0:
+        if order < (best_waits, best_priority, best_sequence, best_step, best_track):
+            best, best_waits, best_priority, best_sequence, best_step, best_track = (number, *order)
+    if best == w.NO_TRACK:
+        if block[at + LINE.rival] != 0:
             _give_turn(block, at, old_sequence)
         return best
-    if block[HEAD.is_fifo] != 0 or block[at + CONNECTION.overtakes] >= block[HEAD.starvation_limit]:
+    if block[HEAD.is_fifo] != 0 or block[at + LINE.overtakes] >= block[HEAD.starvation_limit]:
         best, best_waits, best_priority, best_sequence = oldest, int64(-1), int64(0), old_sequence
-    if block[at + CONNECTION.rival] != 0:
-        rival_waits = 1 - block[at + CONNECTION.rival_is_promoted]
-        rival_priority = block[at + CONNECTION.rival_priority]
+    if block[at + LINE.rival] != 0:
+        rival_waits = 1 - block[at + LINE.rival_is_promoted]
+        rival_priority = block[at + LINE.rival_priority]
         if best_waits < 0:
             rival_waits, rival_priority = int64(-1), int64(0)
-        rival = (rival_waits, rival_priority, block[at + CONNECTION.rival_sequence])
+        rival = (rival_waits, rival_priority, block[at + LINE.rival_sequence])
         if rival < (best_waits, best_priority, best_sequence):
             _give_turn(block, at, old_sequence)
-            return int64(w.NO_LANE)
-        if block[at + CONNECTION.rival_sequence] < old_sequence:
-            oldest = int64(w.NO_LANE)
-    block[at + CONNECTION.overtakes] = 0 if best == oldest else block[at + CONNECTION.overtakes] + 1
+            return int64(w.NO_TRACK)
+        if block[at + LINE.rival_sequence] < old_sequence:
+            oldest = int64(w.NO_TRACK)
+    block[at + LINE.overtakes] = 0 if best == oldest else block[at + LINE.overtakes] + 1
     return best
 
 
 @compiled
 def _load(block: Words, at: Any, number: Any) -> None:
-    """Take the next message of a lane as the one that is leaving."""
-    lane = _lane(number)
-    row, header = _row(block, lane, block[lane + LANE.sends]), at + CONNECTION.out_header
-    is_promoted = load_shared(block, _operation(block, lane) + OPERATION.is_promoted)
+    """Take the next message of a track as the one that is leaving."""
+    track = _track(number)
+    row, header = _row(block, track, block[track + TRACK.sends]), at + LINE.out_header
+    is_promoted = load_shared(block, _operation(block, track) + OPERATION.is_promoted)
     flags = int64(_URGENT) if is_promoted != 0 else int64(0)
-    block[header], block[header + 1] = block[HEAD.prologue], block[lane + LANE.key]
-    block[header + 2] = _iteration(block, lane, block[lane + LANE.sends])
+    block[header], block[header + 1] = block[HEAD.prologue], block[track + TRACK.key]
+    block[header + 2] = _iteration(block, track, block[track + TRACK.sends])
     block[header + 3] = row[ROW.step] | (flags << 16) | (row[ROW.length_bytes] << 32)
     for word in range(w.SIGNATURE_WORDS):
-        block[header + 4 + word] = block[lane + LANE.signature + word]
-    block[header + 7] = block[lane + LANE.sent_priority]
-    block[at + CONNECTION.out_lane], block[at + CONNECTION.out_header_left] = number, HEADER_BYTES
-    block[at + CONNECTION.out_at] = _address(block, lane, row[ROW.into], row[ROW.into_start])
-    block[at + CONNECTION.out_left] = row[ROW.length_bytes]
+        block[header + 4 + word] = block[track + TRACK.signature + word]
+    block[header + 7] = block[track + TRACK.sent_priority]
+    block[at + LINE.out_track], block[at + LINE.out_header_left] = number, HEADER_BYTES
+    block[at + LINE.out_at] = _address(block, track, row[ROW.into], row[ROW.into_start])
+    block[at + LINE.out_left] = row[ROW.length_bytes]
 
 
 @compiled
 def _send(block: Words, at: Any) -> Any:
     """Send bytes of the message that is leaving; return how many."""
-    header_left, left = block[at + CONNECTION.out_header_left], block[at + CONNECTION.out_left]
+    header_left, left = block[at + LINE.out_header_left], block[at + LINE.out_left]
     vectors, first = block[HEAD.address] + 8 * HEAD.vectors, int64(0)
-    block[HEAD.vectors] = block[HEAD.address] + 8 * (at + CONNECTION.out_header) + HEADER_BYTES - header_left
+    block[HEAD.vectors] = block[HEAD.address] + 8 * (at + LINE.out_header) + HEADER_BYTES - header_left
     block[HEAD.vectors + 1] = header_left
-    block[HEAD.vectors + 2], block[HEAD.vectors + 3] = block[at + CONNECTION.out_at], left
+    block[HEAD.vectors + 2], block[HEAD.vectors + 3] = block[at + LINE.out_at], left
     if header_left == 0:
         first = int64(1)
     for word in range(7):
         block[HEAD.message + word] = 0
     block[HEAD.message + 2], block[HEAD.message + 3] = vectors + 16 * first, 2 - first
-    is_long = header_left + left > block[at + CONNECTION.long_bytes]
+    is_long = header_left + left > block[at + LINE.long_bytes]
     if is_long:  # it goes into the socket as a whole (``transports.connection.UnsentLimit``)
-        _set_option(block, block[at + CONNECTION.fd], _TCP, _UNSENT_LIMIT, _NO_LIMIT)
-    count = send_message(block[at + CONNECTION.fd], block[HEAD.address] + 8 * HEAD.message, _NOT_BLOCKING | _NO_SIGNAL)
+        _set_option(block, block[at + LINE.fd], _TCP, _UNSENT_LIMIT, _NO_LIMIT)
+    count = send_message(block[at + LINE.fd], block[HEAD.address] + 8 * HEAD.message, _NOT_BLOCKING | _NO_SIGNAL)
     error = int32_at(error_number_at())[0]
     if is_long:
-        _set_option(block, block[at + CONNECTION.fd], _TCP, _UNSENT_LIMIT, block[at + CONNECTION.unsent_limit])
+        _set_option(block, block[at + LINE.fd], _TCP, _UNSENT_LIMIT, block[at + LINE.unsent_limit])
         # The kernel reports an end of waiting only to those that have asked.
-        int32_at(block[HEAD.address] + 8 * HEAD.polled)[0] = block[at + CONNECTION.fd]
+        int32_at(block[HEAD.address] + 8 * HEAD.polled)[0] = block[at + LINE.fd]
         int32_at(block[HEAD.address] + 8 * HEAD.polled)[1] = _POLL_OUT
-        block[at + CONNECTION.writable] = 1 if poll(block[HEAD.address] + 8 * HEAD.polled, 1, 0) > 0 else 0
+        block[at + LINE.writable] = 1 if poll(block[HEAD.address] + 8 * HEAD.polled, 1, 0) > 0 else 0
     if count < 0:
         if error == _AGAIN:
-            block[at + CONNECTION.writable] = 0
+            block[at + LINE.writable] = 0
         elif error != _INTERRUPTED:
             # What the peer has sent before its end still counts.
-            block[at + CONNECTION.is_broken], block[at + CONNECTION.writable] = 1, 0
-            block[at + CONNECTION.readable] = block[at + CONNECTION.is_ending] = 1
+            block[at + LINE.is_broken], block[at + LINE.writable] = 1, 0
+            block[at + LINE.readable] = block[at + LINE.is_ending] = 1
             block[HEAD.status] |= w.FAILED
         return int64(0)
     if count < header_left + left:
-        block[at + CONNECTION.writable] = 0  # the socket is full
+        block[at + LINE.writable] = 0  # the socket is full
     of_header = min(count, header_left)
-    block[at + CONNECTION.out_header_left] = header_left - of_header
-    block[at + CONNECTION.out_at] += count - of_header
-    block[at + CONNECTION.out_left] = left - (count - of_header)
-    block[at + CONNECTION.bytes_out] += count
+    block[at + LINE.out_header_left] = header_left - of_header
+    block[at + LINE.out_at] += count - of_header
+    block[at + LINE.out_left] = left - (count - of_header)
+    block[at + LINE.bytes_out] += count
     return int64(count)
 
 
 @compiled
-def _end_send(block: Words, lane: Any) -> None:
-    """Go on with the lane whose message has left."""
-    index = block[lane + LANE.sends]
-    _give_sum_back(block, _operation(block, lane), _row(block, lane, index))
-    store_shared(block, lane + LANE.sends, _next_send(block, lane, index + 1))
-    _note_end(block, lane)
+def _end_send(block: Words, track: Any) -> None:
+    """Go on with the track whose message has left."""
+    index = block[track + TRACK.sends]
+    _give_sum_back(block, _operation(block, track), _row(block, track, index))
+    store_shared(block, track + TRACK.sends, _next_send(block, track, index + 1))
+    _note_end(block, track)
 
 
 @compiled
 def _write(block: Words, at: Any, connection: Any) -> Any:
     """Send messages until the socket is full, none is ready, or enough have left; return how many bytes that were."""
     moved = int64(0)
-    while block[at + CONNECTION.writable] != 0 and block[at + CONNECTION.may_write] != 0 and moved < _QUANTUM_BYTES:
-        if block[at + CONNECTION.out_lane] == w.NO_LANE:
+    while block[at + LINE.writable] != 0 and block[at + LINE.may_write] != 0 and moved < _QUANTUM_BYTES:
+        if block[at + LINE.out_track] == w.NO_TRACK:
             number = _choose(block, at, connection)
-            if number == w.NO_LANE:
+            if number == w.NO_TRACK:
                 break
             _load(block, at, number)
         moved += _send(block, at)
-        if block[at + CONNECTION.out_header_left] == 0 and block[at + CONNECTION.out_left] == 0:
-            number = block[at + CONNECTION.out_lane]
-            block[at + CONNECTION.out_lane] = w.NO_LANE
-            block[at + CONNECTION.messages_out] += 1
+        if block[at + LINE.out_header_left] == 0 and block[at + LINE.out_left] == 0:
+            number = block[at + LINE.out_track]
+            block[at + LINE.out_track] = w.NO_TRACK
+            block[at + LINE.messages_out] += 1
             if number >= 0:
-                _end_send(block, _lane(number))
+                _end_send(block, _track(number))
             else:
                 block[HEAD.status] |= w.ENDED  # the interpreter waits for the end of this message
     return moved
@@ -657,21 +657,21 @@ def _write(block: Words, at: Any, connection: Any) -> Any:
 @compiled
 def _sort_event(block: Words, descriptor: Any, events: Any) -> None:
     """Note an event in the words of its connection, or leave it to the interpreter."""
-    for number in range(block[HEAD.num_connections]):
-        at = w.CONNECTIONS_AT + number * CONNECTION.num_words
-        if block[at + CONNECTION.fd] != descriptor:
+    for number in range(block[HEAD.num_lines]):
+        at = w.LINES_AT + number * LINE.num_words
+        if block[at + LINE.fd] != descriptor:
             continue
         if events & (_IN | _ENDS):
-            block[at + CONNECTION.readable] = 1
+            block[at + LINE.readable] = 1
         if events & _ENDS:
-            block[at + CONNECTION.is_ending] = 1
+            block[at + LINE.is_ending] = 1
         # The kernel adds to every other event that a socket takes bytes. That says something to the interpreter only if
         # the socket took none before.
-        was_writable = block[at + CONNECTION.writable] != 0
+        was_writable = block[at + LINE.writable] != 0
         if events & (_OUT | _ENDS):
-            block[at + CONNECTION.writable] = 1
-        reads = block[at + CONNECTION.may_read] != 0 or events & (_IN | _ENDS) == 0
-        writes = block[at + CONNECTION.may_write] != 0 or was_writable or events & (_OUT | _ENDS) == 0
+            block[at + LINE.writable] = 1
+        reads = block[at + LINE.may_read] != 0 or events & (_IN | _ENDS) == 0
+        writes = block[at + LINE.may_write] != 0 or was_writable or events & (_OUT | _ENDS) == 0
         if reads and writes:
             return
         break
@@ -702,13 +702,13 @@ def _pump(address: Any, timeout_ns: Any) -> Any:
     until, since_events = begin + timeout_ns, int64(0)
     while True:
         moved = int64(0)
-        for number in range(block[HEAD.num_connections]):
-            at = w.CONNECTIONS_AT + number * CONNECTION.num_words
-            if block[at + CONNECTION.fd] >= 0:
+        for number in range(block[HEAD.num_lines]):
+            at = w.LINES_AT + number * LINE.num_words
+            if block[at + LINE.fd] >= 0:
                 moved += _read(block, at)
-        for number in range(block[HEAD.num_connections]):
-            at = w.CONNECTIONS_AT + number * CONNECTION.num_words
-            if block[at + CONNECTION.fd] >= 0 and block[at + CONNECTION.is_broken] == 0:
+        for number in range(block[HEAD.num_lines]):
+            at = w.LINES_AT + number * LINE.num_words
+            if block[at + LINE.fd] >= 0 and block[at + LINE.is_broken] == 0:
                 moved += _write(block, at, number)
         if block[HEAD.status] != 0:
             return block[HEAD.status]

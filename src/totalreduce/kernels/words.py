@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["LINE_WORDS", "Structure"]
+__all__ = ["CACHE_LINE_WORDS", "Structure"]
 
 #: Words of a cache line.
-LINE_WORDS: Final = 8
+CACHE_LINE_WORDS: Final = 8
 
 
 class Structure:

@@ -28,7 +28,7 @@ from totalreduce.engine.relaying import Order, RelayedTraffic, RelayTask
 from totalreduce.foundation.header import HEADER_BYTES
 from totalreduce.kernels import relay as w
 from totalreduce.kernels.arrays import Array, address_of, copy_at
-from totalreduce.kernels.relay import CONNECTION, HEAD, LANE, OPERATION, PEER, ROW
+from totalreduce.kernels.relay import HEAD, LINE, OPERATION, PEER, ROW, TRACK
 from totalreduce.transports.connection import Connection, UnsentLimit
 from totalreduce.transports.relay import RelayPort
 
@@ -39,8 +39,8 @@ _WINDOW_BYTES: Final = 256 * 1024
 #: How many memories of operations are kept, and how long the used part of each is at most.
 _KEPT_MAX: Final = 4
 _KEPT_BYTES_MAX: Final = 32 * 1024 * 1024
-#: The words that all lanes of an operation have alike, and that change from iteration to iteration.
-_SAME: Final = [LANE.operation, LANE.key, LANE.sent_priority]
+#: The words that all tracks of an operation have alike, and that change from iteration to iteration.
+_SAME: Final = [TRACK.operation, TRACK.key, TRACK.sent_priority]
 #: The length of the kernel's ``struct epoll_event``, and where its data is. On x86-64 it is packed.
 _EVENT_BYTES, _EVENT_DATA = (12, 4) if platform.machine() == "x86_64" else (16, 8)
 
@@ -81,11 +81,11 @@ class RelayedOperation(Carriage):
     Attributes:
         task: The operation, as the relay has taken it.
         number: Its number in the words.
-        lanes: The numbers of its lanes in the words.
+        tracks: The numbers of its tracks in the words.
         comes_by: The connections by which its messages come.
         leaves_by: Those by which they leave.
         memory: The slots of the unfinished sums that are not kept in the tensor, and of bodies that come early.
-        is_removed: Whether the relay has it no more, so that its number and its lanes may be those of another one.
+        is_removed: Whether the relay has it no more, so that its number and its tracks may be those of another one.
     """
 
     exchanges_messages = True
@@ -96,11 +96,11 @@ class RelayedOperation(Carriage):
         failed: deque[RelayedOperation],
         task: RelayTask,
         number: int,
-        lanes: list[int],
+        tracks: list[int],
         routes: tuple[set[_Line], set[_Line]],
     ) -> None:
         """``failed``: gets the operation when it fails."""
-        self.task, self.number, self.lanes = task, number, lanes
+        self.task, self.number, self.tracks = task, number, tracks
         self.comes_by, self.leaves_by = routes
         self.is_removed = False
         #: By peer to which nothing leaves yet: the number of the connection.
@@ -121,12 +121,12 @@ class RelayedOperation(Carriage):
                 peer = line.connection.peer
                 if word == PEER.comes_by or peer not in self._held_back:
                     self._peers[task.plan.peers.index(peer) * PEER.num_words + word] = line.number
-        #: By lane, if the rows have states: these.
+        #: By track, if the rows have states: these.
         self._states: list[array[int]] = []
         if task.plan.has_states:
             self._states = [array("q", bytes(8 * len(rows) // ROW.num_words)) for rows in task.plan.rows]
-            for lane, index in task.standing.carried_out:
-                self._states[lane][index] = w.CARRIED_OUT
+            for track, index in task.standing.carried_out:
+                self._states[track][index] = w.CARRIED_OUT
 
     @property
     def held_back(self) -> Sequence[int]:
@@ -136,11 +136,11 @@ class RelayedOperation(Carriage):
     @property
     def has_ended(self) -> bool:
         """Whether all its messages have come and left."""
-        return bool(self._words[self._at + OPERATION.lanes_left] == 0)
+        return bool(self._words[self._at + OPERATION.tracks_left] == 0)
 
     @property
     def addresses_of_states(self) -> list[int]:
-        """The address of the states of the rows of each lane; none where the rows have no states."""
+        """The address of the states of the rows of each track; none where the rows have no states."""
         return [states.buffer_info()[0] for states in self._states]
 
     def keep_in(self, memory: Array) -> None:
@@ -155,8 +155,8 @@ class RelayedOperation(Carriage):
         for slot, (number, view) in enumerate(task.sums):
             slots[0, number] = slot
             memory[slot * length : slot * length + len(view)] = np.frombuffer(view, np.uint8)
-        for slot, (lane, index, view) in enumerate(task.standing.early, len(task.sums)):
-            self._states[lane][index] = words[at + OPERATION.memory] + slot * length
+        for slot, (track, index, view) in enumerate(task.standing.early, len(task.sums)):
+            self._states[track][index] = words[at + OPERATION.memory] + slot * length
             memory[slot * length : slot * length + len(view)] = np.frombuffer(view, np.uint8)
         num_free = count - len(task.sums) - len(task.standing.early)
         words[at + OPERATION.num_free] = words[at + OPERATION.fewest_free] = num_free
@@ -192,22 +192,22 @@ class RelayedOperation(Carriage):
         """Note that the engine has received a message that was expected."""
         words, number = self._words, self._expecting(peer, lane, step)
         assert number is not None
-        rows, at = self.task.plan.rows[number], w.LANES_AT + self.lanes[number] * LANE.num_words
-        words[at + LANE.receives] = w.next_row(rows, words[at + LANE.length], words[at + LANE.receives] + 1, False)
-        if words[at + LANE.receives] == words[at + LANE.sends] == words[at + LANE.length]:
-            words[self._at + OPERATION.lanes_left] -= 1
+        rows, at = self.task.plan.rows[number], w.TRACKS_AT + self.tracks[number] * TRACK.num_words
+        words[at + TRACK.receives] = w.next_row(rows, words[at + TRACK.length], words[at + TRACK.receives] + 1, False)
+        if words[at + TRACK.receives] == words[at + TRACK.sends] == words[at + TRACK.length]:
+            words[self._at + OPERATION.tracks_left] -= 1
 
     def _expecting(self, peer: int, lane: int, step: int) -> int | None:
-        """Return which lane of the relay expects a message next that the engine may receive; ``None``: no lane does.
+        """Return which track expects a message next that the engine may receive; ``None``: no track does.
 
-        ``lane``: the lane of the operation. It is the lane of the relay; of a block it is the row.
+        ``lane``: the lane of the operation. It is the number of the track; if the track is a block, that of the row.
         """
         plan = self.task.plan
         for number, rows in enumerate(plan.rows):
-            at = w.LANES_AT + self.lanes[number] * LANE.num_words
-            index = self._words[at + LANE.receives]
+            at = w.TRACKS_AT + self.tracks[number] * TRACK.num_words
+            index = self._words[at + TRACK.receives]
             its_lane = index if plan.is_of_blocks else number
-            if its_lane != lane or index == self._words[at + LANE.length]:
+            if its_lane != lane or index == self._words[at + TRACK.length]:
                 continue
             row = rows[index * ROW.num_words : (index + 1) * ROW.num_words]
             source = plan.peers[row[ROW.peer]]
@@ -216,12 +216,12 @@ class RelayedOperation(Carriage):
         return None
 
     def positions(self) -> list[tuple[int, int]]:
-        """Return for each lane the index of the next row that receives, and of the next one that sends."""
+        """Return for each track the index of the next row that receives, and of the next one that sends."""
         words = self._words
         if self.is_removed:
             return [(len(rows) // ROW.num_words,) * 2 for rows in self.task.plan.rows]
-        ats = [w.LANES_AT + lane * LANE.num_words for lane in self.lanes]
-        return [(words[at + LANE.receives], words[at + LANE.sends]) for at in ats]
+        ats = [w.TRACKS_AT + track * TRACK.num_words for track in self.tracks]
+        return [(words[at + TRACK.receives], words[at + TRACK.sends]) for at in ats]
 
     def num_received(self) -> int:
         """Return how many messages have come, those before the hand-over included."""
@@ -239,8 +239,8 @@ class RelayedOperation(Carriage):
 
     def _missing(self) -> Iterator[tuple[int, bool]]:
         """Yield the number of the peer, and whether it leaves, of every message that has not come or left."""
-        for lane, (rows, (receives, sends)) in enumerate(zip(self.task.plan.rows, self.positions(), strict=True)):
-            states = self._states[lane] if self._states else None
+        for track, (rows, (receives, sends)) in enumerate(zip(self.task.plan.rows, self.positions(), strict=True)):
+            states = self._states[track] if self._states else None
             for index in range(min(receives, sends), len(rows) // ROW.num_words):
                 action, peer = rows[index * ROW.num_words], rows[index * ROW.num_words + ROW.peer]
                 is_missing = index >= (sends if action == w.SEND else receives)
@@ -268,25 +268,25 @@ class _Line:
         self.leaving: memoryview | None = None
         self._window = np.empty(_WINDOW_BYTES, np.uint8)
         self._words = words
-        self._at = at = w.CONNECTIONS_AT + number * CONNECTION.num_words
-        for word in range(CONNECTION.num_words):
+        self._at = at = w.LINES_AT + number * LINE.num_words
+        for word in range(LINE.num_words):
             words[at + word] = 0
-        words[at + CONNECTION.fd] = connection.sock.fileno()
-        words[at + CONNECTION.in_lane] = words[at + CONNECTION.out_lane] = w.NO_LANE
-        words[at + CONNECTION.window] = address_of(self._window.data)
-        words[at + CONNECTION.window_bytes] = _WINDOW_BYTES
-        words[at + CONNECTION.unsent_limit], words[at + CONNECTION.long_bytes] = limit.num_bytes, limit.long_bytes
+        words[at + LINE.fd] = connection.sock.fileno()
+        words[at + LINE.in_track] = words[at + LINE.out_track] = w.NO_TRACK
+        words[at + LINE.window] = address_of(self._window.data)
+        words[at + LINE.window_bytes] = _WINDOW_BYTES
+        words[at + LINE.unsent_limit], words[at + LINE.long_bytes] = limit.num_bytes, limit.long_bytes
 
     @property
     def is_half_way_in(self) -> bool:
         """Whether the function has read a part of a message."""
         words, at = self._words, self._at
-        return bool(words[at + CONNECTION.in_got]) or words[at + CONNECTION.in_lane] != w.NO_LANE
+        return bool(words[at + LINE.in_got]) or words[at + LINE.in_track] != w.NO_TRACK
 
     @property
     def is_half_way_out(self) -> bool:
         """Whether the function has sent a part of a message."""
-        return bool(self._words[self._at + CONNECTION.out_lane] != w.NO_LANE)
+        return bool(self._words[self._at + LINE.out_track] != w.NO_TRACK)
 
     @property
     def is_read(self) -> bool:
@@ -302,101 +302,101 @@ class _Line:
     def needs_attention(self) -> bool:
         """Whether a message of a failed operation is half-way, or the transport's reader must read a header."""
         words, at = self._words, self._at
-        if self.leaving is not None or words[at + CONNECTION.in_lane] == w.DISCARDED:
+        if self.leaving is not None or words[at + LINE.in_track] == w.DISCARDED:
             return True
-        return bool(words[at + CONNECTION.in_refused]) or self._has_stray_header
+        return bool(words[at + LINE.in_refused]) or self._has_stray_header
 
     @property
     def _has_stray_header(self) -> bool:
         """Whether the function has a part of a header, and no operation receives by the connection any more."""
         words, at = self._words, self._at
-        return not self.readers and bool(words[at + CONNECTION.in_got]) and words[at + CONNECTION.in_lane] == w.NO_LANE
+        return not self.readers and bool(words[at + LINE.in_got]) and words[at + LINE.in_track] == w.NO_TRACK
 
     @property
     def is_rivals_turn(self) -> bool:
         """Whether the transport's writer may send a message now."""
-        return bool(self._words[self._at + CONNECTION.rivals_turn_here])
+        return bool(self._words[self._at + LINE.rivals_turn_here])
 
     def end_rivals_turn(self) -> None:
         """Note that the transport's writer has used its turn."""
-        self._words[self._at + CONNECTION.rivals_turn_here] = 0
+        self._words[self._at + LINE.rivals_turn_here] = 0
 
     def note_rival(self, order: Order | None) -> None:
         """Note the most urgent message that the transport's writer would send, or that there is none."""
         words, at = self._words, self._at
-        words[at + CONNECTION.rival] = order is not None
+        words[at + LINE.rival] = order is not None
         if order is not None:
-            words[at + CONNECTION.rival_is_promoted] = order.is_promoted
-            words[at + CONNECTION.rival_priority] = order.priority
-            words[at + CONNECTION.rival_sequence] = order.sequence
+            words[at + LINE.rival_is_promoted] = order.is_promoted
+            words[at + LINE.rival_priority] = order.priority
+            words[at + LINE.rival_sequence] = order.sequence
 
     @property
     def has_rival(self) -> bool:
         """Whether the transport's writer had a message to send when ``note_rival`` was called last."""
-        return bool(self._words[self._at + CONNECTION.rival])
+        return bool(self._words[self._at + LINE.rival])
 
     def lend(self) -> None:
         """Let the function read and write where the transport's reader and writer are between two messages."""
         words, at = self._words, self._at
         incoming, outgoing = self.connection.incoming, self.connection.outgoing
-        words[at + CONNECTION.readable], words[at + CONNECTION.writable] = incoming.readable, outgoing.writable
-        words[at + CONNECTION.is_ending], words[at + CONNECTION.low_water] = incoming.is_ending, incoming.wake_bytes
-        is_refused = words[at + CONNECTION.in_refused]
-        words[at + CONNECTION.may_read] = incoming.is_between_messages and self.is_read and not is_refused
+        words[at + LINE.readable], words[at + LINE.writable] = incoming.readable, outgoing.writable
+        words[at + LINE.is_ending], words[at + LINE.low_water] = incoming.is_ending, incoming.wake_bytes
+        is_refused = words[at + LINE.in_refused]
+        words[at + LINE.may_read] = incoming.is_between_messages and self.is_read and not is_refused
         is_used = self.writers > 0 or self.is_half_way_out  # if not, the transport gets the events of the socket
-        words[at + CONNECTION.may_write] = is_used and not outgoing.has_messages
+        words[at + LINE.may_write] = is_used and not outgoing.has_messages
 
     def take_back(self) -> None:
         """Tell the transport's reader and writer what the function knows of the socket."""
         words, at = self._words, self._at
         incoming, outgoing = self.connection.incoming, self.connection.outgoing
-        incoming.readable, incoming.wake_bytes = bool(words[at + CONNECTION.readable]), words[at + CONNECTION.low_water]
-        outgoing.writable = bool(words[at + CONNECTION.writable])
+        incoming.readable, incoming.wake_bytes = bool(words[at + LINE.readable]), words[at + LINE.low_water]
+        outgoing.writable = bool(words[at + LINE.writable])
         outgoing.is_lent = self.is_half_way_out
-        if words[at + CONNECTION.is_ending] and not incoming.is_ending:
+        if words[at + LINE.is_ending] and not incoming.is_ending:
             incoming.read_to_the_end()
 
     def pop_traffic(self) -> RelayedTraffic | None:
         """Return what was exchanged since the last call, and count from 0 again."""
         words, at = self._words, self._at
-        if not any(words[at + CONNECTION.bytes_in : at + CONNECTION.eager_bytes_in + 1]):
+        if not any(words[at + LINE.bytes_in : at + LINE.eager_bytes_in + 1]):
             return None
-        traffic = RelayedTraffic(*words[at + CONNECTION.bytes_in : at + CONNECTION.eager_bytes_in + 1])
-        for word in range(CONNECTION.bytes_in, CONNECTION.eager_bytes_in + 1):
+        traffic = RelayedTraffic(*words[at + LINE.bytes_in : at + LINE.eager_bytes_in + 1])
+        for word in range(LINE.bytes_in, LINE.eager_bytes_in + 1):
             words[at + word] = 0
         return traffic
 
     def pop_header(self) -> memoryview | None:
         """Return the bytes of a header that the transport's reader must read, if there are some."""
         words, at = self._words, self._at
-        if not words[at + CONNECTION.in_refused] and not self._has_stray_header:
+        if not words[at + LINE.in_refused] and not self._has_stray_header:
             return None
-        words[at + CONNECTION.bytes_in] -= words[at + CONNECTION.in_got]  # whoever reads the header counts it
-        begin = at + CONNECTION.in_header
-        header = words[begin : begin + HEADER_BYTES // 8].cast("B")[: words[at + CONNECTION.in_got]]
-        words[at + CONNECTION.in_refused] = words[at + CONNECTION.in_got] = 0
+        words[at + LINE.bytes_in] -= words[at + LINE.in_got]  # whoever reads the header counts it
+        begin = at + LINE.in_header
+        header = words[begin : begin + HEADER_BYTES // 8].cast("B")[: words[at + LINE.in_got]]
+        words[at + LINE.in_refused] = words[at + LINE.in_got] = 0
         return header
 
     def abandon(self, operation: RelayedOperation) -> None:
         """Have the function discard what is arriving of a failed operation, and send what is leaving to its end."""
         words, at = self._words, self._at
-        if words[at + CONNECTION.in_lane] in operation.lanes:
-            words[at + CONNECTION.in_lane] = w.DISCARDED
-        if words[at + CONNECTION.out_lane] in operation.lanes:
-            words[at + CONNECTION.out_lane] = w.DETACHED
+        if words[at + LINE.in_track] in operation.tracks:
+            words[at + LINE.in_track] = w.DISCARDED
+        if words[at + LINE.out_track] in operation.tracks:
+            words[at + LINE.out_track] = w.DETACHED
             # The program may change its tensor from now on, and the receiver must not get the changed bytes.
-            self.leaving = copy_at(words[at + CONNECTION.out_at], words[at + CONNECTION.out_left])
+            self.leaving = copy_at(words[at + LINE.out_at], words[at + LINE.out_left])
             if self.leaving:
-                words[at + CONNECTION.out_at] = address_of(self.leaving)
+                words[at + LINE.out_at] = address_of(self.leaving)
 
     @property
     def has_ended(self) -> bool:
         """Whether the function has come to the end of the stream."""
-        return bool(self._words[self._at + CONNECTION.failure])
+        return bool(self._words[self._at + LINE.failure])
 
     def close(self) -> None:
         """Let the function use the connection no more."""
-        self._words[self._at + CONNECTION.fd] = -1
+        self._words[self._at + LINE.fd] = -1
 
 
 @final
@@ -412,9 +412,9 @@ class Relay:
         self._room = np.zeros(4 * w.SUMS_MAX + w.EVENTS_MAX * _EVENT_BYTES, np.uint8)
         #: A memoryview reads and writes a word in a third of the time that an array takes.
         self._words = words = block.data
-        #: The words of all lanes, a row for each.
-        self._lanes = block[w.LANES_AT : w.OPERATIONS_AT].reshape(w.LANES_MAX, LANE.num_words)
-        self._lanes[:, LANE.operation] = -1
+        #: The words of all tracks, a row for each.
+        self._tracks = block[w.TRACKS_AT : w.OPERATIONS_AT].reshape(w.TRACKS_MAX, TRACK.num_words)
+        self._tracks[:, TRACK.operation] = -1
         words[HEAD.address], words[HEAD.epoll] = address_of(words), port.epoll_fd
         words[HEAD.wide_sums] = address_of(self._room.data)
         words[HEAD.events], words[HEAD.event_bytes] = words[HEAD.wide_sums] + 4 * w.SUMS_MAX, _EVENT_BYTES
@@ -429,9 +429,9 @@ class Relay:
         self._needs_attention = False
         #: Memory for slots of later operations, by its length: to touch fresh memory takes time.
         self._memories: dict[int, Array] = {}
-        self._free_lines = list(range(w.CONNECTIONS_MAX))
+        self._free_lines = list(range(w.LINES_MAX))
         self._free_operations = list(range(w.OPERATIONS_MAX))
-        self._free_lanes = list(range(w.LANES_MAX))
+        self._free_tracks = list(range(w.TRACKS_MAX))
 
     # -------------------------------------------------------------------------------------------------- connections
 
@@ -493,7 +493,7 @@ class Relay:
                 self._forget(next(line for line in self._lines.values() if line.is_idle))
             number = heapq.heappop(self._free_lines)
             line = self._lines[connection] = _Line(connection, limit, number, self._words)
-            self._words[HEAD.num_connections] = max(self._words[HEAD.num_connections], number + 1)
+            self._words[HEAD.num_lines] = max(self._words[HEAD.num_lines], number + 1)
         return line
 
     def _forget(self, line: _Line) -> None:
@@ -521,7 +521,7 @@ class Relay:
 
         If it cannot, because a message is arriving from a source, nothing is read after that message.
         """
-        if not self._free_operations or len(self._free_lanes) < len(plan.rows):
+        if not self._free_operations or len(self._free_tracks) < len(plan.rows):
             return False
         sources, targets = map(self._comes_by, plan.sources), map(self._leaves_by, plan.targets)
         incoming = {connection for connection in sources if connection is not None}
@@ -560,10 +560,10 @@ class Relay:
         return self._add(task, comes_by, leaves_by)
 
     def _add(self, task: RelayTask, comes_by: set[_Line], leaves_by: set[_Line]) -> RelayedOperation:
-        """Write the words of an operation and of its lanes."""
+        """Write the words of an operation and of its tracks."""
         plan, words = task.plan, self._words
         number = heapq.heappop(self._free_operations)
-        lanes, self._free_lanes = self._free_lanes[: len(plan.rows)], self._free_lanes[len(plan.rows) :]
+        tracks, self._free_tracks = self._free_tracks[: len(plan.rows)], self._free_tracks[len(plan.rows) :]
         at = w.OPERATIONS_AT + number * OPERATION.num_words
         words[at + OPERATION.is_promoted], words[at + OPERATION.has_failed] = task.order.is_promoted, 0
         words[at + OPERATION.priority], words[at + OPERATION.sequence] = task.order.priority, task.order.sequence
@@ -571,31 +571,31 @@ class Relay:
         words[at + OPERATION.reduction], words[at + OPERATION.divisor] = plan.reduction, plan.divisor
         words[at + OPERATION.ahead] = plan.ahead
         routes = comes_by, leaves_by
-        operation = self._operations[number] = RelayedOperation(words, self._failed, task, number, lanes, routes)
+        operation = self._operations[number] = RelayedOperation(words, self._failed, task, number, tracks, routes)
         if plan.num_slots:
             num_bytes = plan.num_slots * plan.slot_bytes
             memory = self._memories.pop(num_bytes, None)
             operation.keep_in(np.empty(num_bytes, np.uint8) if memory is None else memory)
-        words[at + OPERATION.lanes_left] = self._write_lanes(operation)
-        words[HEAD.num_lanes] = max(words[HEAD.num_lanes], lanes[-1] + 1)
+        words[at + OPERATION.tracks_left] = self._write_tracks(operation)
+        words[HEAD.num_tracks] = max(words[HEAD.num_tracks], tracks[-1] + 1)
         return operation
 
-    def _write_lanes(self, operation: RelayedOperation) -> int:
-        """Write the words of the lanes of an operation; return how many of them have not ended.
+    def _write_tracks(self, operation: RelayedOperation) -> int:
+        """Write the words of the tracks of an operation; return how many of them have not ended.
 
-        All lanes at once: an operation has hundreds of them, and one by one they took 0.6 ms.
+        All tracks at once: an operation has hundreds of them, and one by one they took 0.6 ms.
         """
         task = operation.task
         plan, (key, iteration) = task.plan, task.key
-        lanes = plan.lanes.copy()
-        lanes[:, _SAME] = operation.number, _word(key), task.order.priority & 0xFFFFFFFF
-        lanes[:, LANE.iteration] += iteration
+        tracks = plan.tracks.copy()
+        tracks[:, _SAME] = operation.number, _word(key), task.order.priority & 0xFFFFFFFF
+        tracks[:, TRACK.iteration] += iteration
         if plan.has_states:
-            lanes[:, LANE.states] = operation.addresses_of_states
-        positions = lanes[:, LANE.receives : LANE.sends + 1]
+            tracks[:, TRACK.states] = operation.addresses_of_states
+        positions = tracks[:, TRACK.receives : TRACK.sends + 1]
         positions[:] = task.standing.positions
-        self._lanes[operation.lanes] = lanes
-        return int(np.count_nonzero(positions.min(axis=1) < lanes[:, LANE.length]))
+        self._tracks[operation.tracks] = tracks
+        return int(np.count_nonzero(positions.min(axis=1) < tracks[:, TRACK.length]))
 
     def _remove(self, operation: RelayedOperation) -> None:
         """Take out an operation that has ended."""
@@ -614,13 +614,13 @@ class Relay:
             if len(self._memories) > _KEPT_MAX:
                 del self._memories[next(iter(self._memories))]
         heapq.heappush(self._free_operations, operation.number)
-        for lane in operation.lanes:
-            words[w.LANES_AT + lane * LANE.num_words + LANE.operation] = -1
-        if self._free_lanes and operation.lanes[-1] > self._free_lanes[0]:
-            self._free_lanes = sorted(self._free_lanes + operation.lanes)
+        for track in operation.tracks:
+            words[w.TRACKS_AT + track * TRACK.num_words + TRACK.operation] = -1
+        if self._free_tracks and operation.tracks[-1] > self._free_tracks[0]:
+            self._free_tracks = sorted(self._free_tracks + operation.tracks)
         else:  # the usual case, which needs no sort
-            self._free_lanes[:0] = operation.lanes
-        words[HEAD.num_lanes] = 1 + max((other.lanes[-1] for other in self._operations.values()), default=-1)
+            self._free_tracks[:0] = operation.tracks
+        words[HEAD.num_tracks] = 1 + max((other.tracks[-1] for other in self._operations.values()), default=-1)
 
     def _sweep(self) -> None:
         """Take out the operations that have failed, and the connections that were closed."""

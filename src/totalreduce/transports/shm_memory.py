@@ -53,7 +53,7 @@ from totalreduce.foundation.errors import ConfigurationError, ProtocolError
 from totalreduce.foundation.header import HEADER_BYTES
 from totalreduce.foundation.memory_room import memory_room
 from totalreduce.foundation.os_errors import is_out_of_descriptors
-from totalreduce.kernels.words import LINE_WORDS, Structure
+from totalreduce.kernels.words import CACHE_LINE_WORDS, Structure
 from totalreduce.transports.shm_arena import Arena
 
 __all__ = ["CARD_BYTES", "OWNER", "PEER", "Fences", "Mapping", "Outbox", "OutboxLayout", "shm_available"]
@@ -73,10 +73,10 @@ _SEQ_CST = 5
 class _Owner(Structure):
     """The words of the owner, each in a cache line of its own."""
 
-    sleep: int = LINE_WORDS  #: Whether it sleeps (``shm_waiting.py``).
-    beat: int = LINE_WORDS  #: Its heartbeat.
-    processor: int = LINE_WORDS  #: The processor on which it waits, plus 1.
-    sample: int = LINE_WORDS  #: Where the sample of its process's memory is, and, in the next word, its value.
+    sleep: int = CACHE_LINE_WORDS  #: Whether it sleeps (``shm_waiting.py``).
+    beat: int = CACHE_LINE_WORDS  #: Its heartbeat.
+    processor: int = CACHE_LINE_WORDS  #: The processor on which it waits, plus 1.
+    sample: int = CACHE_LINE_WORDS  #: Where the sample of its process's memory is, and, in the next word, its value.
 
 
 class _Peer(Structure):
@@ -84,7 +84,7 @@ class _Peer(Structure):
 
     published: int = 1  #: How many entries the owner has published to the peer.
     consumed: int = 1  #: How many of the peer's entries it has consumed.
-    reads: int = LINE_WORDS - 2  #: Whether it can read the peer's process. The rest of the cache line is unused.
+    reads: int = CACHE_LINE_WORDS - 2  #: Whether it can read the peer's process. The rest of the cache line is unused.
     given_back: int = 0  #: For each of the peer's pieces and loans, a word: the last use that was given back.
 
 
@@ -131,7 +131,7 @@ class OutboxLayout:
     @property
     def block_words(self) -> int:
         """Number of words that a rank keeps about one peer."""
-        return PEER.given_back + _round_up(self.pieces + LOANS, LINE_WORDS)
+        return PEER.given_back + _round_up(self.pieces + LOANS, CACHE_LINE_WORDS)
 
     @property
     def entry_bytes(self) -> int:

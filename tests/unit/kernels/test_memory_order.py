@@ -15,7 +15,7 @@ OF_ENTRIES = {f"ENTRY.{name}" for name in vars(exchange.ENTRY) if name != "num_w
 
 
 def names_in(expression):
-    """The words that the index of an access names, but not those within it: ``LANE.leaves_by + row[ROW.peer]``."""
+    """The words that the index of an access names, but not those within it: ``TRACK.leaves_by + row[ROW.peer]``."""
     if isinstance(expression, ast.BinOp):
         return names_in(expression.left) | names_in(expression.right)
     return {ast.unparse(expression)} if isinstance(expression, ast.Attribute) else set()
@@ -83,7 +83,7 @@ def test_the_words_that_other_threads_use_of_an_operation_in_the_relay_are_the_s
                 "_peers",
             ):
                 (read if isinstance(node.ctx, ast.Load) else written).update(
-                    names_in(node.slice) - {"self._at", "w.LANES_AT", "LANE.num_words", "PEER.num_words"}
+                    names_in(node.slice) - {"self._at", "w.TRACKS_AT", "TRACK.num_words", "PEER.num_words"}
                 )
     assert written == set(relay.READ_SHARED)
     assert read == set(relay.WRITE_SHARED) - {"OPERATION.is_promoted"}

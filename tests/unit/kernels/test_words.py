@@ -9,15 +9,15 @@ import pytest
 from numba import cfunc, int64
 
 from totalreduce.kernels import atomics, exchange, relay
-from totalreduce.kernels.words import LINE_WORDS, Structure
+from totalreduce.kernels.words import CACHE_LINE_WORDS, Structure
 
 STRUCTURES = [
-    *(relay.HEAD, relay.CONNECTION, relay.LANE, relay.OPERATION, relay.PEER, relay.ROW),
+    *(relay.HEAD, relay.LINE, relay.TRACK, relay.OPERATION, relay.PEER, relay.ROW),
     *(exchange.HEAD, exchange.PEER, exchange.ENTRY),
 ]
 #: By what has the number of the first word, a variable or a function: the structure. Without one it is the head.
 OF_BASES = {
-    "relay_code.py": {"at": "CONNECTION", "lane": "LANE", "operation": "OPERATION", "_operation": "OPERATION"},
+    "relay_code.py": {"at": "LINE", "track": "TRACK", "operation": "OPERATION", "_operation": "OPERATION"},
     "exchange_code.py": {"at": "PEER", "_peer": "PEER"},
 }
 
@@ -51,16 +51,16 @@ def test_the_words_of_a_structure_neither_overlap_nor_leave_a_gap(structure):
 
 def test_the_parts_of_a_block_follow_each_other():
     ends = [
-        relay.CONNECTIONS_AT + relay.CONNECTIONS_MAX * relay.CONNECTION.num_words,
-        relay.LANES_AT + relay.LANES_MAX * relay.LANE.num_words,
+        relay.LINES_AT + relay.LINES_MAX * relay.LINE.num_words,
+        relay.TRACKS_AT + relay.TRACKS_MAX * relay.TRACK.num_words,
         relay.OPERATIONS_AT + relay.OPERATIONS_MAX * relay.OPERATION.num_words,
     ]
-    assert relay.HEAD.num_words == relay.CONNECTIONS_AT
-    assert ends == [relay.LANES_AT, relay.OPERATIONS_AT, relay.BLOCK_WORDS]
+    assert relay.HEAD.num_words == relay.LINES_AT
+    assert ends == [relay.TRACKS_AT, relay.OPERATIONS_AT, relay.BLOCK_WORDS]
     assert exchange.block_words(3) == exchange.ORDER + 9 + 3 * exchange.PEER.num_words
     # Each counter of an entry is alone in a cache line.
     counters = {exchange.ENTRY.staged, exchange.ENTRY.reduced, exchange.ENTRY.copied, exchange.ENTRY_BYTES}
-    assert counters == {8 * LINE_WORDS * line for line in (1, 2, 3, 4)}
+    assert counters == {8 * CACHE_LINE_WORDS * line for line in (1, 2, 3, 4)}
 
 
 def test_a_compiled_function_writes_each_word_where_python_reads_it():

@@ -34,7 +34,7 @@ from totalreduce.kernels.element_types import (
     PRODUCT,
     SUM,
 )
-from totalreduce.kernels.relay import LANE, ROW
+from totalreduce.kernels.relay import ROW, TRACK
 from totalreduce.relay.relay import Relay, RelayedOperation, RelaySettings
 from totalreduce.schedules.actions import Send
 from totalreduce.schedules.spec import LinkModel
@@ -132,7 +132,7 @@ def task(
         sources=frozenset({1} if False in sends else ()),
         targets=frozenset({1} if True in sends else ()),
         rows=lane_rows,
-        lanes=words.lanes_of(lane_rows, [SIGNATURE] * lanes, of_blocks=False),
+        tracks=words.tracks_of(lane_rows, [SIGNATURE] * lanes, of_blocks=False),
         has_states=has_states,
         ahead=0,
         standing=lambda operation, waiting: None,
@@ -160,8 +160,8 @@ def block_task(number, buffer, *, ahead, held_back=()):
     ]
     count = half // 1000
     made = task(number, [row(words.SEND, 1, 0, 1000), row(words.REPLACE, 1, 0, 1000)], buffer)
-    lane_words = words.lanes_of(rows, [SIGNATURE] * 2, of_blocks=True)
-    plan = dataclasses.replace(made.plan, rows=rows, lanes=lane_words, ahead=ahead)
+    track_words = words.tracks_of(rows, [SIGNATURE] * 2, of_blocks=True)
+    plan = dataclasses.replace(made.plan, rows=rows, tracks=track_words, ahead=ahead)
     return made._replace(plan=plan, standing=Standing([(count, 0), (0, count)], [], []), held_back=held_back)
 
 
@@ -227,8 +227,8 @@ def sums_task(number, buffer, *, lanes, handed=()):
         for lane in range(lanes)
     ]
     sums = [Sum((0, lane), 0, 1000, 0, 1) for lane in range(lanes)]
-    lane_words = words.lanes_of(rows, [SIGNATURE] * lanes, of_blocks=False)
-    plan = dataclasses.replace(made.plan, rows=rows, lanes=lane_words, sums=sums, num_slots=lanes, slot_bytes=1024)
+    track_words = words.tracks_of(rows, [SIGNATURE] * lanes, of_blocks=False)
+    plan = dataclasses.replace(made.plan, rows=rows, tracks=track_words, sums=sums, num_slots=lanes, slot_bytes=1024)
     positions = [(2, 1) if lane in dict(handed) else (0, 1) for lane in range(lanes)]
     standing = Standing(positions, [], [])
     return made._replace(plan=plan, standing=standing, sums=[(lane, memoryview(body)) for lane, body in handed])
@@ -825,8 +825,8 @@ class Taker:
         return set()
 
     def put(self, lane, receives, sends):
-        at = words.LANES_AT + lane * LANE.num_words
-        self.words[at + LANE.receives], self.words[at + LANE.sends] = receives, sends
+        at = words.TRACKS_AT + lane * TRACK.num_words
+        self.words[at + TRACK.receives], self.words[at + TRACK.sends] = receives, sends
 
 
 def engine_with(relay, *, far=False):
