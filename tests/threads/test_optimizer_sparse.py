@@ -19,7 +19,8 @@ from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
 from totalreduce.pytorch import compressed
 from totalreduce.pytorch.buckets import ParameterSpec
-from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback, Part, plan_parts
+from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback, plan_parts
+from totalreduce.pytorch.intervals import Interval
 from totalreduce.pytorch.optimizer import DistributedOptimizer
 from totalreduce.sparse import auto
 from totalreduce.sparse.coded import Coded
@@ -167,16 +168,23 @@ def test_parameters_are_cut_into_buckets() -> None:
 
     specs = [spec(10, 10), spec(5, 5), spec(16, 16)]
     assert plan_parts(specs, 100, whole=False) == (
-        (Part(2, 0, 100),),
-        (Part(2, 100, 200),),
-        (Part(2, 200, 256), Part(1, 0, 25), Part(0, 0, 19)),
-        (Part(0, 19, 100),),
+        (Interval(2, 0, 100),),
+        (Interval(2, 100, 200),),
+        (Interval(2, 200, 256), Interval(1, 0, 25), Interval(0, 0, 19)),
+        (Interval(0, 19, 100),),
     )
-    assert plan_parts(specs, 300, whole=True) == ((Part(2, 0, 256), Part(1, 0, 25)), (Part(0, 0, 100),))
+    assert plan_parts(specs, 300, whole=True) == (
+        (Interval(2, 0, 256), Interval(1, 0, 25)),
+        (Interval(0, 0, 100),),
+    )
     assert plan_parts([], 100, whole=False) == ()
     elsewhere = [spec(5, 5), replace(spec(10, 5), device="cuda"), spec(2, 2)]
     for whole in (False, True):
-        assert plan_parts(elsewhere, 100, whole=whole) == ((Part(2, 0, 4),), (Part(1, 0, 50),), (Part(0, 0, 25),))
+        assert plan_parts(elsewhere, 100, whole=whole) == (
+            (Interval(2, 0, 4),),
+            (Interval(1, 0, 50),),
+            (Interval(0, 0, 25),),
+        )
 
 
 class Recorder:

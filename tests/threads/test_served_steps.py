@@ -16,8 +16,9 @@ from optimizer_cases import Net, all_equal, batches, flat, impatient, loss_of, r
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError, PeerLost
 from totalreduce.groups.group import Group
+from totalreduce.pytorch.intervals import Interval
 from totalreduce.pytorch.optimizer import DistributedOptimizer
-from totalreduce.pytorch.served_steps import Part, shares_of
+from totalreduce.pytorch.served_steps import shares_of
 from totalreduce.strategies.served import Async, Eager, Quorum, ServedStrategy, SoftSync, StaleSynchronous
 from totalreduce.testing import run_ranks
 
@@ -305,19 +306,19 @@ def test_more_ranks_than_parameters() -> None:
     assert run_ranks(3, body) == [9.0] * 3
 
 
-def tensors_of(shares: list[list[Part]]) -> list[list[int]]:
-    return [[part.tensor for part in share] for share in shares]
+def tensors_of(shares: list[list[Interval]]) -> list[list[int]]:
+    return [[part.parameter for part in share] for share in shares]
 
 
 @pytest.mark.parametrize("cuts", [False, True])
 def test_shares_are_of_about_the_same_size(cuts: bool) -> None:
     """Small tensors are not cut."""
     assert tensors_of(shares_of([10, 1, 9, 5, 5], 2, cuts=cuts)) == [[0, 4], [1, 2, 3]]
-    assert shares_of([4], 3, cuts=cuts) == [[Part(0, 0, 4)], [], []]
-    assert shares_of([0, 3], 1, cuts=cuts) == [[Part(0, 0, 0), Part(1, 0, 3)]]
+    assert shares_of([4], 3, cuts=cuts) == [[Interval(0, 0, 4)], [], []]
+    assert shares_of([0, 3], 1, cuts=cuts) == [[Interval(0, 0, 0), Interval(1, 0, 3)]]
     sizes = list(range(1, 30))
     shares = shares_of(sizes, 4, cuts=cuts)
-    assert sorted(part for share in shares for part in share) == [Part(n, 0, size) for n, size in enumerate(sizes)]
+    assert sorted(part for share in shares for part in share) == [Interval(n, 0, size) for n, size in enumerate(sizes)]
     totals = [sum(part.size for part in share) for share in shares]
     assert max(totals) - min(totals) <= 4
 
@@ -328,7 +329,7 @@ def test_large_tensors_are_cut_into_shares_of_the_same_size(count: int) -> None:
     shares = shares_of(sizes, count, cuts=True)
     covered = [np.zeros(size, int) for size in sizes]
     for part in (part for share in shares for part in share):
-        covered[part.tensor][part.begin : part.end] += 1
+        covered[part.parameter][part.begin : part.end] += 1
     assert all((each == 1).all() for each in covered)
     totals = [sum(part.size for part in share) for share in shares]
     assert max(totals) < 1.05 * sum(sizes) / count
@@ -344,7 +345,7 @@ def test_shares_of_layers_of_equal_size(num_tensors: int, count: int) -> None:
 
 def test_shares_of_empty_tensors() -> None:
     for cuts in (False, True):
-        assert shares_of([0, 0], 2, cuts=cuts) == [[Part(0, 0, 0), Part(1, 0, 0)], []]
+        assert shares_of([0, 0], 2, cuts=cuts) == [[Interval(0, 0, 0), Interval(1, 0, 0)], []]
 
 
 class Odd(torch.optim.SGD):

@@ -10,7 +10,7 @@ from typing import Any
 from totalreduce.cli.pictures import save_figure
 from totalreduce.foundation.errors import ConfigurationError
 
-__all__ = ["Bar", "Lane", "StepPicture", "draw_step", "step_of"]
+__all__ = ["Bar", "PictureLine", "StepPicture", "draw_step", "step_of"]
 
 #: Lanes of operations of one rank, at most: those that took longest.
 _OPERATIONS_MAX = 30
@@ -47,7 +47,7 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class PictureLine:
     """One line of the picture: a track of a rank's timeline."""
 
     name: str
@@ -60,7 +60,7 @@ class StepPicture:
 
     iteration: int  #: The iteration of the operations of the step.
     length_ms: float  #: The length of the picture.
-    ranks: Mapping[int, tuple[Lane, ...]]
+    ranks: Mapping[int, tuple[PictureLine, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,16 +104,16 @@ def step_of(trace: Mapping[str, Any], iteration: int | None = None) -> StepPictu
         raise ConfigurationError(f"the timelines have no step {chosen}: they have steps 0 to {final}")
     begin, end = min(span.begin for span in of_step), max(span.end for span in of_step)
     shown = [span for span in spans if span.begin < end and span.end > begin]
-    lanes: dict[int, tuple[Lane, ...]] = {}
+    lines: dict[int, tuple[PictureLine, ...]] = {}
     for rank in sorted({span.rank for span in spans}):
         mine = [span for span in shown if span.rank == rank and span.iteration is not None]
         longest = sorted(mine, key=lambda span: span.begin - span.end)[:_OPERATIONS_MAX]
         tracks = [track for name in _FIRST for (owner, track), known in names.items() if (owner, known) == (rank, name)]
         tracks += dict.fromkeys(span.track for span in sorted(longest, key=lambda span: span.begin))
-        lanes[rank] = tuple(
-            Lane(names.get((rank, track), str(track)), _bars(shown, rank, track, begin, end)) for track in tracks
+        lines[rank] = tuple(
+            PictureLine(names.get((rank, track), str(track)), _bars(shown, rank, track, begin, end)) for track in tracks
         )
-    return StepPicture(chosen, (end - begin) / 1e3, lanes)
+    return StepPicture(chosen, (end - begin) / 1e3, lines)
 
 
 def _iteration(event: Mapping[str, Any]) -> int | None:
@@ -138,17 +138,17 @@ def draw_step(path: Path, picture: StepPicture) -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    heights = [len(lanes) for lanes in picture.ranks.values()]
+    heights = [len(lines) for lines in picture.ranks.values()]
     figure = Figure(figsize=(10.0, 0.9 + 0.19 * sum(heights) + 0.35 * len(heights)), layout="constrained")
     parts = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)
     used: set[str] = set()
-    for axes, (rank, lanes) in zip(parts[:, 0], picture.ranks.items(), strict=True):
-        for row, lane in enumerate(lanes):
-            for bar in lane.bars:
+    for axes, (rank, lines) in zip(parts[:, 0], picture.ranks.items(), strict=True):
+        for row, line in enumerate(lines):
+            for bar in line.bars:
                 axes.barh(row, bar.length_ms, left=bar.begin_ms, height=0.75, color=_COLOURS[bar.kind])
                 used.add(bar.kind)
-        axes.set_yticks(range(len(lanes)), [_short(lane.name) for lane in lanes], fontsize=7)
-        axes.set_ylim(len(lanes) - 0.4, -0.6)
+        axes.set_yticks(range(len(lines)), [_short(line.name) for line in lines], fontsize=7)
+        axes.set_ylim(len(lines) - 0.4, -0.6)
         axes.set_title(f"rank {rank}", fontsize="small", loc="left")
         axes.grid(visible=True, axis="x", alpha=0.3)
     parts[-1, 0].set_xlim(0.0, picture.length_ms)

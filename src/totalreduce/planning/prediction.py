@@ -381,9 +381,9 @@ def _sparse_buckets(trace: Trace, bucket_elements: int | None, *, whole: bool) -
     parts = plan_parts(specs, elements, whole=whole)
     buckets = []
     for index, bucket in enumerate(parts):
-        ready_s = max(parameters[part.member][0].ready_s for part in bucket)
+        ready_s = max(parameters[part.parameter][0].ready_s for part in bucket)
         size = sum(part.end - part.begin for part in bucket)
-        shape = BucketShape(tuple(specs[part.member].shape for part in bucket) if whole else ((size,),))
+        shape = BucketShape(tuple(specs[part.parameter].shape for part in bucket) if whole else ((size,),))
         buckets.append((Bucket(ready_s, size, len(parts) - 1 - index), shape))
     return buckets
 

@@ -103,7 +103,7 @@ class CompressedReducer(GradientReducer):
     @property
     def buckets_members(self) -> list[list[int]]:
         """The parameters of each bucket."""
-        return [sorted({part.member for part in bucket}) for bucket in self._plan.buckets]
+        return [sorted({part.parameter for part in bucket}) for bucket in self._plan.buckets]
 
     def set_priorities(self, priorities: Mapping[int, int]) -> None:  # noqa: D102
         for index, priority in priorities.items():
@@ -247,14 +247,14 @@ class CompressedReducer(GradientReducer):
         state.left.add(index)
         bucket = self._plan.buckets[index]
         for part in bucket:
-            self._take(part.member)
-        gradients = [state.accumulated[part.member][part.begin : part.end] for part in bucket]
-        residuals = [self._residuals.of(parameters[part.member])[part.begin : part.end] for part in bucket]
+            self._take(part.parameter)
+        gradients = [state.accumulated[part.parameter][part.begin : part.end] for part in bucket]
+        residuals = [self._residuals.of(parameters[part.parameter])[part.begin : part.end] for part in bucket]
         self.rounds.start(
             index,
             accumulator_of(gradients, self._streams),
             accumulator_of(residuals, self._streams),
-            present=[part.member in state.present for part in bucket],
+            present=[part.parameter in state.present for part in bucket],
             scale=clip / self._correction.scale_after(state.scale),
             priority=self._priorities[index],
             dense=state.dense,
@@ -306,7 +306,7 @@ class CompressedReducer(GradientReducer):
                 self._keep_unused(index, update)
             counts = [0] * len(bucket) if update.indices is None else target.spread(update.indices)
             wanted.update(
-                part.member
+                part.parameter
                 for part, present, count in zip(bucket, update.present, counts, strict=True)
                 if present or count
             )
@@ -331,7 +331,7 @@ class CompressedReducer(GradientReducer):
         for part, present in zip(self._plan.buckets[index], update.present, strict=True):
             end = begin + part.end - part.begin
             if not present:
-                flat = self._state.accumulated[part.member][part.begin : part.end]
+                flat = self._state.accumulated[part.parameter][part.begin : part.end]
                 flat.add_(torch.from_numpy(update.values[begin:end]).to(flat.device), alpha=share)
             begin = end
 
@@ -408,7 +408,7 @@ class CompressedReducer(GradientReducer):
 
     def _target(self, index: int, flats: Mapping[torch.nn.Parameter, torch.Tensor]) -> Accumulator:
         """Return the accumulator of a bucket over flat tensors, by parameter."""
-        parts = [flats[self.parameters[part.member]][part.begin : part.end] for part in self._plan.buckets[index]]
+        parts = [flats[self.parameters[part.parameter]][part.begin : part.end] for part in self._plan.buckets[index]]
         return accumulator_of(parts, self._streams)
 
     def _set_gradient(self, member: int, flat: torch.Tensor) -> None:

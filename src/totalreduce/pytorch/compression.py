@@ -268,7 +268,7 @@ def _choose_methods(settings: Auto, plan: CompressedPlan, group: Group, name: st
 def _uncompressed(plan: CompressedPlan, choices: Sequence[Choice]) -> set[str]:
     """Return the names of the parameters with a part in a bucket that is not worth compressing."""
     return {
-        plan.specs[part.member].name
+        plan.specs[part.parameter].name
         for bucket, choice in zip(plan.buckets, choices, strict=True)
         if choice.method is None
         for part in bucket

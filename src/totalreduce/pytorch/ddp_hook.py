@@ -33,7 +33,7 @@ from totalreduce.foundation.errors import ConfigurationError, UnsupportedError
 from totalreduce.kernels import ahead
 from totalreduce.pytorch.buckets import ParameterSpec
 from totalreduce.pytorch.ddp_bucket import BucketLayout, HookBucket, HookSettings, Parameters, Regrouped
-from totalreduce.pytorch.ddp_connection import Connection
+from totalreduce.pytorch.ddp_group import HookGroup
 from totalreduce.pytorch.ddp_memory import Memory
 from totalreduce.pytorch.ddp_steps import StepWatch
 from totalreduce.pytorch.error_feedback import CompressedPlan, ErrorFeedback, Residuals, describe_exemption, states_for
@@ -199,35 +199,35 @@ class SparseHookState:
         self._steps = StepWatch(self.memory)
         self._sessions = _Sessions(_Pickled())
         self._sends_all = False
-        self._connection: Connection | None = None
+        self._own_group: HookGroup | None = None
         self._keeper: HookKeeper | None = None
         self._pass = _Pass()
 
-    def connect(self) -> Connection:
+    def connect(self) -> HookGroup:
         """Make the group and the threads of the exchanges, unless they exist. Collective."""
-        if self._connection is None:
+        if self._own_group is None:
             ahead.load()
             group = self.process_group or dist.group.WORLD
-            self._connection = Connection(group, f"{self.method!r} {self.feedback!r}")
+            self._own_group = HookGroup(group, f"{self.method!r} {self.feedback!r}")
             # Not at exit: a thread that waits for a lost rank would keep the process.
-            weakref.finalize(self, self._connection.close).atexit = False
+            weakref.finalize(self, self._own_group.close).atexit = False
             if not isinstance(self.method, Dense):  # it keeps nothing back
                 self._keeper = getattr(dist.group.WORLD, "keeper", None)
-        return self._connection
+        return self._own_group
 
     def close(self) -> None:
         """End the threads and the group of the exchanges; the model cannot go backward with them any more."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection.close_group()
+        if self._own_group is not None:
+            self._own_group.close()
+            self._own_group.close_group()
 
     # -------------------- a backward pass
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Begin the exchange of a bucket; see ``sparse_hook``. Raises ``UnsupportedError``."""
-        connection, buffer, this = self.connect(), bucket.buffer(), self._pass
+        own_group, buffer, this = self.connect(), bucket.buffer(), self._pass
         if bucket.index() == 0 and this.arrived:
-            self._abandon(connection)
+            self._abandon(own_group)
             this = self._pass
         if buffer.layout is not torch.strided:
             raise UnsupportedError("ddp_hook: a bucket of sparse gradients (Embedding(sparse=True)); use sparse=False")
@@ -237,31 +237,31 @@ class SparseHookState:
         self._sessions.meet(parameters, self.memory.residuals)
         this.arrived.append((buffer, parameters))
         if not self._sessions.expected:
-            self._add(buffer, parameters, connection)
+            self._add(buffer, parameters, own_group)
         future = this.future_of(buffer)
         if bucket.is_last():
             if self._sessions.expected:
-                self._regroup(connection)
-            self._end_pass(connection)
+                self._regroup(own_group)
+            self._end_pass(own_group)
         return future
 
-    def _add(self, buffer: torch.Tensor, parameters: Parameters, connection: Connection) -> None:
+    def _add(self, buffer: torch.Tensor, parameters: Parameters, own_group: HookGroup) -> None:
         """Add a bucket to the pass, and begin its exchange, unless gradients are clipped."""
         layout = self._sessions.layout(parameters, self.feedback)
         for stretch in layout.compressed:
             self._steps.watch(stretch.parameter)
             if stretch.parameter in self.memory.undecided:  # no gradient of it has come in this pass
                 self._steps.decide(stretch.parameter)
-        session = self._session(parameters, layout, connection) if layout.compressed else None
-        driver = connection.driver
-        settings = HookSettings(self.feedback, driver.rank, driver.world_size, self.memory, connection.streams)
+        session = self._session(parameters, layout, own_group) if layout.compressed else None
+        driver = own_group.driver
+        settings = HookSettings(self.feedback, driver.rank, driver.world_size, self.memory, own_group.streams)
         made = HookBucket(buffer, layout, session, settings)
         self._pass.buckets.append(made)
         self._pass.parameters.append(parameters)
         if self.feedback.clip_norm is None:
-            self._start(self._pass, made, connection)
+            self._start(self._pass, made, own_group)
 
-    def _regroup(self, connection: Connection) -> None:
+    def _regroup(self, own_group: HookGroup) -> None:
         """Add the buckets of the first pass after a state was loaded; if possible, those of the pass before the state.
 
         A new DDP has other buckets in its first pass than in later ones. With the buckets of the saved sessions, the
@@ -274,24 +274,24 @@ class SparseHookState:
             this.regrouped = Regrouped(buckets, expected)
             buckets = list(zip(this.regrouped.buffers, expected, strict=True))
         for buffer, parameters in buckets:
-            self._add(buffer, parameters, connection)
+            self._add(buffer, parameters, own_group)
 
-    def _session(self, parameters: Parameters, layout: BucketLayout, connection: Connection) -> Session:
+    def _session(self, parameters: Parameters, layout: BucketLayout, own_group: HookGroup) -> Session:
         def make(method: Method) -> Session:
-            session = method.session(layout.shape, connection.driver.rank, connection.driver.world_size)
-            session.share(connection.workspace)
+            session = method.session(layout.shape, own_group.driver.rank, own_group.driver.world_size)
+            session.share(own_group.workspace)
             return session
 
         if self._sends_all:
             return make(Dense())
         return self._sessions.session(parameters, lambda: make(self.method), self.steps)
 
-    def _start(self, this: "_Pass", made: HookBucket, connection: Connection) -> None:
-        selected = connection.selecting.submit(functools.partial(self._select, this, made))
+    def _start(self, this: "_Pass", made: HookBucket, own_group: HookGroup) -> None:
+        selected = own_group.selecting.submit(functools.partial(self._select, this, made))
         # The worker's thread waits for the selection, and so exchanges buckets in the order in which they came.
         job = Job(len(this.jobs), selected.result, made.exchange, 0)
         this.jobs.append(job)
-        connection.worker.start(job)
+        own_group.worker.start(job)
 
     def _select(self, this: "_Pass", made: HookBucket) -> None:
         if self.feedback.clip_norm is None:
@@ -303,13 +303,13 @@ class SparseHookState:
             this.clip = self.feedback.clip_factor(norm, self.connect().driver.world_size)
         made.accumulate(1.0 if this.clip is None else this.clip)
 
-    def _end_pass(self, connection: Connection) -> None:
+    def _end_pass(self, own_group: HookGroup) -> None:
         this, self._pass = self._pass, _Pass()
         self._sends_all = False
         if self.feedback.clip_norm is not None:
             for made in this.buckets:
-                self._start(this, made, connection)
-        ended = connection.selecting.submit(functools.partial(self._finish, this, connection.timeout_s + _GRACE_S))
+                self._start(this, made, own_group)
+        ended = own_group.selecting.submit(functools.partial(self._finish, this, own_group.timeout_s + _GRACE_S))
         if in_backward():
             torch.autograd.Variable._execution_engine.queue_callback(ended.result)
 
@@ -342,10 +342,10 @@ class SparseHookState:
             gradients = [(f"of shape {tuple(each.shape)}", each.shape) for bucket in buckets for each in bucket]
             _log.warning("tr.ddp_hook(%r) %s", self.method, describe_exemption(self.feedback, gradients))
 
-    def _abandon(self, connection: Connection) -> None:
+    def _abandon(self, own_group: HookGroup) -> None:
         """Wait, in the thread that selects, for the exchanges of a pass that broke off: they use its memory."""
         this, self._pass = self._pass, _Pass()
-        connection.selecting.submit(functools.partial(this.wait, connection.timeout_s + _GRACE_S))
+        own_group.selecting.submit(functools.partial(this.wait, own_group.timeout_s + _GRACE_S))
 
     def _loss_scale(self) -> float:
         return 1.0 if self.grad_scaler is None else self.grad_scaler.get_scale()

@@ -15,6 +15,7 @@ import torch
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.pytorch.buckets import ParameterSpec
+from totalreduce.pytorch.intervals import Interval
 from totalreduce.pytorch.sizes import even_bucket_elements
 from totalreduce.sparse.session import BucketShape
 from totalreduce.tensors.modes import outside_inference_mode
@@ -23,7 +24,6 @@ __all__ = [
     "CompressedPlan",
     "ErrorFeedback",
     "MomentumCorrection",
-    "Part",
     "Residuals",
     "describe_exemption",
     "flattened",
@@ -102,21 +102,12 @@ class ErrorFeedback:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A part of one parameter, in the order of its memory."""
-
-    member: int
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
 class CompressedPlan:
     """The compressed parameters of a plan, and their buckets."""
 
     parameters: tuple[torch.nn.Parameter, ...]  #: The parameters, in registration order.
     specs: tuple[ParameterSpec, ...]  #: Their descriptions.
-    buckets: tuple[tuple[Part, ...], ...]  #: The parts in each bucket, last registered first.
+    buckets: tuple[tuple[Interval, ...], ...]  #: The parts in each bucket, last registered first.
 
     @classmethod
     def of(
@@ -133,7 +124,7 @@ class CompressedPlan:
 
     def document(self) -> list[list[list[object]]]:
         """Return names and ranges by bucket, as JSON values."""
-        return [[[self.specs[part.member].name, part.begin, part.end] for part in bucket] for bucket in self.buckets]
+        return [[[self.specs[part.parameter].name, part.begin, part.end] for part in bucket] for bucket in self.buckets]
 
     def described(self) -> Iterator[tuple[torch.nn.Parameter, ParameterSpec]]:
         """Yield parameters and their descriptions."""
@@ -143,30 +134,32 @@ class CompressedPlan:
         """Return the shapes of the buckets: of whole parameters their matrices; a part is one-dimensional."""
         return [BucketShape(tuple(self._shape(part) for part in bucket)) for bucket in self.buckets]
 
-    def _shape(self, part: Part) -> tuple[int, ...]:
-        spec = self.specs[part.member]
-        whole = part.end - part.begin == spec.num_elements
-        return spec.matrix if whole and len(spec.shape) >= 2 else (part.end - part.begin,)
+    def _shape(self, part: Interval) -> tuple[int, ...]:
+        spec = self.specs[part.parameter]
+        whole = part.size == spec.num_elements
+        return spec.matrix if whole and len(spec.shape) >= 2 else (part.size,)
 
 
-def plan_parts(specs: Sequence[ParameterSpec], bucket_elements: int, *, whole: bool) -> tuple[tuple[Part, ...], ...]:
+def plan_parts(
+    specs: Sequence[ParameterSpec], bucket_elements: int, *, whole: bool
+) -> tuple[tuple[Interval, ...], ...]:
     """Cut parameters into buckets, last registered first: the order in which backward makes gradients.
 
     All parts of a bucket are on one kind of device. With ``whole`` parameters are not cut; one that is larger than
     ``bucket_elements`` has a bucket of its own.
     """
-    buckets: list[tuple[Part, ...]] = []
-    filling: list[Part] = []
+    buckets: list[tuple[Interval, ...]] = []
+    filling: list[Interval] = []
     room = bucket_elements
     for member in reversed(range(len(specs))):
         begin, end = 0, specs[member].num_elements
-        elsewhere = filling and specs[filling[-1].member].device != specs[member].device
+        elsewhere = filling and specs[filling[-1].parameter].device != specs[member].device
         if filling and (elsewhere or (whole and end > room)):
             buckets.append(tuple(filling))
             filling, room = [], bucket_elements
         while begin < end:
             stop = end if whole else min(end, begin + room)
-            filling.append(Part(member, begin, stop))
+            filling.append(Interval(member, begin, stop))
             room -= stop - begin
             begin = stop
             if room <= 0:

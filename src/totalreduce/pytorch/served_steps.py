@@ -29,6 +29,7 @@ from totalreduce.foundation.forking import HomeProcess
 from totalreduce.groups.group import Group
 from totalreduce.kernels.arrays import Array
 from totalreduce.pytorch.elementwise import is_elementwise
+from totalreduce.pytorch.intervals import Interval
 from totalreduce.pytorch.replica import ModelReplica, check_equal
 from totalreduce.pytorch.served_state import check_state, cut, joined, load_entries, numbers_of, saved, state_of
 from totalreduce.pytorch.stepping import GradientSteps, StrategySteps
@@ -37,12 +38,16 @@ from totalreduce.strategies.strategy import Strategy, TrainingOfRank
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.work import Work
 
-__all__ = ["Part", "Sent", "ServedSteps", "SynchronousSteps", "observations", "shares_of"]
+__all__ = ["Sent", "ServedSteps", "SynchronousSteps", "observations", "shares_of"]
 
-#: Of a message to a server: clock and version. A clock of -1: the worker has finished.
+#: Of a message to a server: clock and version.
 _PUSH = struct.Struct("<qq")
-#: Of an answer: version and staleness. A staleness of -1: the gradient counts later.
+#: In place of a clock: the worker has finished.
+_FINISHED: Final = -1
+#: Of an answer: version and staleness.
 _ANSWER = struct.Struct("<qq")
+#: In place of a staleness: the gradient counts later.
+_COUNTS_LATER: Final = -1
 _PUSHES, _ANSWERS = 0, 1
 #: How long the server's thread waits for a message, at most, before it looks at the time.
 _LOOK_S = 0.05
@@ -54,26 +59,7 @@ _CUT_ELEMENTS_MIN: Final = 16 * 1024
 _PARTS: Final = 4
 
 
-class Part(NamedTuple):
-    """A part of a parameter: its elements from ``begin`` to ``end`` - 1, in the order of ``reshape(-1)``.
-
-    Attributes:
-        tensor: The number of the parameter.
-        begin: The first element.
-        end: That behind the last one.
-    """
-
-    tensor: int
-    begin: int
-    end: int
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return self.end - self.begin
-
-
-def shares_of(sizes: Sequence[int], count: int, *, cuts: bool) -> list[list[Part]]:
+def shares_of(sizes: Sequence[int], count: int, *, cuts: bool) -> list[list[Interval]]:
     """Return the parts of each share: the largest part first, each to the share that is smallest so far.
 
     Args:
@@ -84,11 +70,11 @@ def shares_of(sizes: Sequence[int], count: int, *, cuts: bool) -> list[list[Part
     """
     longest = max(_CUT_ELEMENTS_MIN, -(-sum(sizes) // (_PARTS * count))) if cuts else max(1, *sizes)
     parts = [
-        Part(tensor, begin, min(begin + longest, size))
+        Interval(tensor, begin, min(begin + longest, size))
         for tensor, size in enumerate(sizes)
         for begin in range(0, max(1, size), longest)
     ]
-    shares: list[list[Part]] = [[] for _ in range(count)]
+    shares: list[list[Interval]] = [[] for _ in range(count)]
     totals = [0] * count
     for part in sorted(parts, key=lambda part: (-part.size, part)):
         smallest = totals.index(min(totals))
@@ -97,12 +83,12 @@ def shares_of(sizes: Sequence[int], count: int, *, cuts: bool) -> list[list[Part
     return [_together(sorted(share)) for share in shares]
 
 
-def _together(parts: Sequence[Part]) -> list[Part]:
+def _together(parts: Sequence[Interval]) -> list[Interval]:
     """Return parts in which those are one that follow each other."""
-    found: list[Part] = []
+    found: list[Interval] = []
     for part in parts:
-        if found and found[-1].tensor == part.tensor and found[-1].end == part.begin:
-            found[-1] = Part(part.tensor, found[-1].begin, part.end)
+        if found and found[-1].parameter == part.parameter and found[-1].end == part.begin:
+            found[-1] = Interval(part.parameter, found[-1].begin, part.end)
         else:
             found.append(part)
     return found
@@ -121,11 +107,11 @@ class _Twin(NamedTuple):
     """
 
     original: torch.nn.Parameter
-    part: Part
+    part: Interval
     copy: torch.nn.Parameter
 
     @classmethod
-    def of(cls, original: torch.nn.Parameter, part: Part) -> Self:
+    def of(cls, original: torch.nn.Parameter, part: Interval) -> Self:
         """Copy a part of a parameter."""
         values = _values_of(original, part).clone(memory_format=torch.contiguous_format)
         return cls(original, part, torch.nn.Parameter(values))
@@ -135,7 +121,7 @@ class _Twin(NamedTuple):
         self.copy.data.copy_(_values_of(self.original, self.part))
 
 
-def _values_of(parameter: torch.nn.Parameter, part: Part) -> torch.Tensor:
+def _values_of(parameter: torch.nn.Parameter, part: Interval) -> torch.Tensor:
     values = parameter.detach()
     return values if part.size == values.numel() else values.reshape(-1)[part.begin : part.end]
 
@@ -153,12 +139,12 @@ class _Share:
     def __init__(
         self,
         parameters: Sequence[torch.nn.Parameter],
-        parts: Sequence[Part],
+        parts: Sequence[Interval],
         inner: torch.optim.Optimizer,
         dtype: np.dtype[Any],
     ) -> None:
         """Copy these parts of the parameters; ``inner``: the worker's optimizer."""
-        self._twins = [_Twin.of(parameters[part.tensor], part) for part in parts]
+        self._twins = [_Twin.of(parameters[part.parameter], part) for part in parts]
         self._optimizer = _optimizer_like(inner, self._twins)
         self._replica = ModelReplica([twin.copy for twin in self._twins], inner, dtype)
         self.dtype = dtype
@@ -249,7 +235,7 @@ class _Server:
         gradient = message[_PUSH.size + 8 * self._num_rates :].view(self._share.dtype)
         now = time.monotonic()
         with self._lock:
-            if clock < 0:
+            if clock == _FINISHED:
                 self._unfinished.discard(worker)
                 self._answer(self._session.finished(worker, now))
                 self._lock.notify_all()
@@ -334,7 +320,7 @@ class _Server:
         values = self._share.values().view(np.uint8)
         messages: dict[int, Array] = {}  #: By staleness: workers get the same memory, and nobody changes it.
         for answer in answers:
-            staleness = -1 if answer.staleness is None else answer.staleness
+            staleness = _COUNTS_LATER if answer.staleness is None else answer.staleness
             if staleness not in messages:
                 message = messages[staleness] = np.empty(_ANSWER.size + values.size, np.uint8)
                 _ANSWER.pack_into(message.data, 0, self._session.version, staleness)
@@ -428,8 +414,8 @@ class _Worker:
         self._answers: dict[int, Array] = {}  #: By server that has answered: its answer, uint8.
 
     def push(self, server_here: _Server, clock: int) -> None:
-        """Send a gradient, or with a clock of -1 the end, to all servers, and begin to receive their answers."""
-        group, is_last = self._group, clock < 0
+        """Send a gradient, or the end (``_FINISHED``), to all servers; begin to receive their answers."""
+        group, is_last = self._group, clock == _FINISHED
         gradients = [None if is_last else _dense(parameter.grad) for parameter in self._parameters]
         rates = np.array([float(each["lr"]) for each in self._inner.param_groups], np.float64)
         for server, share in enumerate(self.shares):
@@ -494,11 +480,11 @@ class _Worker:
             "waits in a collective between two steps does neither. Repeat the call to wait on"
         )
 
-    def _gradient_bytes(self, share: Sequence[Part]) -> int:
+    def _gradient_bytes(self, share: Sequence[Interval]) -> int:
         return (_num_elements(share) + len(share)) * self.replica.dtype.itemsize
 
 
-def _num_elements(share: Sequence[Part]) -> int:
+def _num_elements(share: Sequence[Interval]) -> int:
     """Return the number of elements of these parts."""
     return sum(part.size for part in share)
 
@@ -510,11 +496,11 @@ def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return (gradient.to_dense() if gradient.is_sparse else gradient).detach().reshape(-1)
 
 
-def _write_gradient(share: Sequence[Part], gradients: Sequence[torch.Tensor | None], flat: Array) -> None:
+def _write_gradient(share: Sequence[Interval], gradients: Sequence[torch.Tensor | None], flat: Array) -> None:
     """Write the gradients of a share, zeros where a parameter has none, and which of them there are."""
     begin = 0
     for place, part in enumerate(share, start=flat.size - len(share)):
-        gradient, end = gradients[part.tensor], begin + part.size
+        gradient, end = gradients[part.parameter], begin + part.size
         flat[place] = gradient is not None
         if gradient is None:
             flat[begin:end] = 0.0
@@ -603,7 +589,7 @@ class ServedSteps(StrategySteps):
         self.is_interrupted = False
         self._has_finished = False
         #: The final parameters that are being received, by share.
-        self._final: list[tuple[Work, Sequence[Part], Array]] | None = None
+        self._final: list[tuple[Work, Sequence[Interval], Array]] | None = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Push this rank's gradients to the servers, and take over the parameters that they answer with.
@@ -665,7 +651,7 @@ class ServedSteps(StrategySteps):
         self._home.check()
         if not self._has_finished:
             self._has_finished = True
-            self._worker.push(self._server, -1)
+            self._worker.push(self._server, _FINISHED)
         if self._final is None:
             if self._shares[group.rank]:
                 late = self._server.await_others(group.timeout_s)
@@ -681,7 +667,7 @@ class ServedSteps(StrategySteps):
             self._worker.replica.write_parts(share, values)
             del self._final[0]
 
-    def _final_parameters(self, server: int, share: Sequence[Part]) -> tuple[Work, Sequence[Part], Array]:
+    def _final_parameters(self, server: int, share: Sequence[Interval]) -> tuple[Work, Sequence[Interval], Array]:
         """Begin to send or receive the parameters of a share."""
         if server == self._group.rank:
             values = self._server.values()

@@ -1,8 +1,8 @@
 """Runs: a part of a program that is run again, with a new group, when the members of a job change.
 
 ``Runs`` enters the epochs one after the other (``epochs``), and has the ranks come to one state before each run. What
-this state is, and how ranks come to it, is up to a ``Part``: ``tr.attempts`` (``attempts``) and Horovod's elastic
-training (``horovod.elastic``) each have one.
+this state is, and how ranks come to it, is up to a ``Restartable``: ``tr.attempts`` (``attempts``) and Horovod's
+elastic training (``horovod.elastic``) each have one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from totalreduce.recovery.epochs import JOINING, Epochs, ended_early, open_assem
 from totalreduce.recovery.membership import Decision
 from totalreduce.recovery.wishes import Wish
 
-__all__ = ["Groups", "Part", "Run", "Runs", "latest_version"]
+__all__ = ["Groups", "Restartable", "Run", "Runs", "latest_version"]
 
 
 class Groups(Protocol):
@@ -121,7 +121,7 @@ _AnyRun = TypeVar("_AnyRun", bound=Run)
 _MadeRun_co = TypeVar("_MadeRun_co", bound=Run, covariant=True)
 
 
-class Part(Protocol[_MadeRun_co]):
+class Restartable(Protocol[_MadeRun_co]):
     """The part of the program that is run again, and its state."""
 
     @property
@@ -146,7 +146,7 @@ class Part(Protocol[_MadeRun_co]):
 class Runs(Generic[_AnyRun]):
     """The runs of a program's part: iterate over them once."""
 
-    def __init__(self, part: Part[_AnyRun], groups: Groups, timeout_s: float, settings: str) -> None:
+    def __init__(self, part: Restartable[_AnyRun], groups: Groups, timeout_s: float, settings: str) -> None:
         """Note the arguments; nothing is formed yet."""
         self._part, self._groups, self._timeout_s, self._settings = part, groups, timeout_s, settings
 

@@ -126,7 +126,7 @@ def test_files_with_threads_are_known() -> None:
         "native/executor.py",
         "c10d/callbacks.py",
         "horovod/joining.py",
-        "pytorch/ddp_connection.py",
+        "pytorch/ddp_group.py",
         "pytorch/gossip_steps.py",
         "pytorch/served_steps.py",
         "server/driver.py",

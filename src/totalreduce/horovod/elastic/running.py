@@ -82,7 +82,7 @@ def run(
 
 @final
 class _Function:
-    """A function with its state, as a part of the program that is run again (``recovery.runs.Part``)."""
+    """A function with its state, as a part of the program that is run again (``recovery.runs.Restartable``)."""
 
     def __init__(self, state: State) -> None:
         self._state, self._progress = state, progress_of(state)

@@ -1,4 +1,4 @@
-"""The connection of ``ddp_hook`` to the other ranks: a process group of its own, and its threads."""
+"""What ``ddp_hook`` has of its own to reach the other ranks: a process group of its own, and its threads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from totalreduce.sparse.worker import ExchangeWorker
 from totalreduce.tensors.streams import SideStreams
 from totalreduce.transports.torch_group import destroy, forming_a_group
 
-__all__ = ["Connection"]
+__all__ = ["HookGroup"]
 
 
 @final
@@ -65,7 +65,7 @@ def _work(given: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
 @final
-class Connection:
+class HookGroup:
     """The process group and the threads of one ``ddp_hook``; ``settings`` must be equal on all ranks.
 
     The process group has the ranks of DDP's, so that its collectives do not mix with DDP's own.
