@@ -40,7 +40,20 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 @dataclass(frozen=True, slots=True)
-class FaultsParameters:
+class FaultsJob:
+    """The job; the fields are options."""
+
+    step_ms: Annotated[float, typer.Option(help="Computation of a step.")] = 80.0
+    optimizer: Annotated[str, typer.Option(help="adamw or momentum.")] = "adamw"
+    sync: Annotated[str, typer.Option(help="none or oktopk.")] = "none"
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32"
+    elements: Annotated[int, typer.Option(help="Elements of a further parameter.")] = 100_000
+    replicas: Annotated[int, typer.Option(min=0, help="Ranks that have a copy of each rank's residuals.")] = 1
+    spares: Annotated[int, typer.Option(min=0, help="Spare processes of the launcher.")] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FaultsParameters(FaultsJob):
     """The job and its faults; the fields are options."""
 
     faults: Annotated[int, typer.Option(min=1, help="Number of faults, if --kinds has no counts.")] = 20
@@ -75,13 +88,6 @@ class FaultsParameters:
         ),
     ] = ""
     snapshot_every: Annotated[int, typer.Option(min=1, help="Blocks between snapshots on disk, for --torchrun.")] = 20
-    step_ms: Annotated[float, typer.Option(help="Computation of a step.")] = 80.0
-    optimizer: Annotated[str, typer.Option(help="adamw or momentum.")] = "adamw"
-    sync: Annotated[str, typer.Option(help="none or oktopk.")] = "none"
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32"
-    elements: Annotated[int, typer.Option(help="Elements of a further parameter.")] = 100_000
-    replicas: Annotated[int, typer.Option(min=0, help="Ranks that have a copy of each rank's residuals.")] = 1
-    spares: Annotated[int, typer.Option(min=0, help="Spare processes of the launcher.")] = 0
     seed: Annotated[int, typer.Option(help="Seed of the faults' times and ranks.")] = 0
 
     def __post_init__(self) -> None:

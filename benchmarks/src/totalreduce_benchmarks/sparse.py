@@ -128,7 +128,30 @@ class SparseSamples:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SparseFigure:
+class SparseTraffic:
+    """What a method has ranks send; ``None`` where that is not known.
+
+    Attributes:
+        sent_bytes: By the average rank in a step, the engine's headers included.
+        received_bytes: Likewise.
+        payload_sent_bytes: Without headers, as the method counts it.
+        payload_received_bytes: Likewise.
+        imbalance_sent: Bytes sent by the busiest rank in a step over the mean of all ranks, mean over steps.
+        imbalance_received: Likewise.
+        bytes_per_selected: Bytes sent, headers included, for each element that the average rank has selected.
+    """
+
+    sent_bytes: float | None = None
+    received_bytes: float | None = None
+    payload_sent_bytes: float | None = None
+    payload_received_bytes: float | None = None
+    imbalance_sent: float | None = None
+    imbalance_received: float | None = None
+    bytes_per_selected: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SparseFigure(SparseTraffic):
     """One method or peer.
 
     Attributes:
@@ -136,13 +159,6 @@ class SparseFigure:
         seconds: From the gradient to the result in its place, on the slowest rank: mean of a round, median over rounds.
         gains: The peer's time divided by this one's, round by round, by peer: above 1, this one is faster.
         parts_s: Mean seconds over ranks and steps, by the names in ``PARTS``; empty for peers.
-        sent_bytes: By the average rank in a step, the engine's headers included; ``None`` where unknown.
-        received_bytes: Likewise.
-        payload_sent_bytes: Without headers, as the method counts it.
-        payload_received_bytes: Likewise.
-        imbalance_sent: Bytes sent by the busiest rank in a step over the mean of all ranks, mean over steps.
-        imbalance_received: Likewise.
-        bytes_per_selected: Bytes sent, headers included, for each element that the average rank has selected.
         selected_over_k: Mean over ranks, buckets and steps.
         selected_near: Share of these within 5 % of k.
         applied_over_k: Mean over buckets and steps.
@@ -158,13 +174,6 @@ class SparseFigure:
     error: float
     xi: float | None
     parts_s: dict[str, float] = field(default_factory=dict)
-    sent_bytes: float | None = None
-    received_bytes: float | None = None
-    payload_sent_bytes: float | None = None
-    payload_received_bytes: float | None = None
-    imbalance_sent: float | None = None
-    imbalance_received: float | None = None
-    bytes_per_selected: float | None = None
     selected_over_k: float | None = None
     selected_near: float | None = None
     applied_over_k: float | None = None

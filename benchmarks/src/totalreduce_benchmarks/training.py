@@ -176,8 +176,8 @@ class CaseSamples:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainPlan:
-    """The trainings; the fields are options."""
+class Trainings:
+    """Which trainings are compared; the fields are options."""
 
     models: Annotated[str, typer.Option(help="Separated by commas: cnn, lstm, gpt, logistic.")] = "cnn,lstm,gpt"
     optimizers: Annotated[
@@ -198,6 +198,12 @@ class TrainPlan:
     first_seed: Annotated[
         int, typer.Option(help="Of the first training. Choose settings with other seeds than those that you report.")
     ] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TrainPlan(Trainings):
+    """The trainings, and where they run; the fields are options."""
+
     rates: Annotated[
         str,
         typer.Option(

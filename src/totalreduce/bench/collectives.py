@@ -69,14 +69,12 @@ class CollectivesSamples:
 
 
 @dataclass(frozen=True, slots=True)
-class CollectiveFigure:
-    """One collective, one size, one contestant."""
+class CollectiveFigure(Contestant):
+    """One collective, one size, one contestant: ``shared`` is Total Reduce with tensors of ``Group.empty``."""
 
     kind: str  #: Which collective.
     size: int  #: Bytes of the tensor, or of all blocks of one rank together.
     count: int  #: Elements of the same.
-    peer: str  #: The peer; ``shared`` is Total Reduce with tensors of ``Group.empty``.
-    schedule: str  #: ``auto``, or the one that was asked for.
     chosen: str  #: The schedule that carried it out; empty for others than Total Reduce.
     seconds: Estimate  #: Time of one operation on the slowest rank.
     #: Seconds that the selector expects of that schedule; ``None`` for others than Total Reduce.

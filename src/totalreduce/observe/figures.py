@@ -10,7 +10,7 @@ from typing import Any, TypeVar, final
 
 from totalreduce.foundation.errors import ProtocolError
 
-__all__ = ["DOCUMENT_BYTES_MAX", "Link", "RankFigures"]
+__all__ = ["DOCUMENT_BYTES_MAX", "Link", "RankFigures", "StepTimes"]
 
 #: The size of a document, at most.
 DOCUMENT_BYTES_MAX = 16 * 1024
@@ -38,10 +38,24 @@ class Link:
     received_per_s: float  #: Likewise.
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTimes:
+    """How long a training step takes, on the mean."""
+
+    step_s: float = 0.0  #: Seconds; 0 until a step has been timed.
+    compute_s: float = 0.0  #: The seconds of it in which the thread that trains was not blocked.
+    exposed_s: float = 0.0  #: The other ones.
+    hidden_share: float = 1.0  #: 0 to 1, as in ``StepReport``. It means nothing while ``step_s`` is 0.
+
+
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankFigures:
-    """The figures of one rank. Times of steps are means."""
+class RankFigures(StepTimes):
+    """The figures of one rank.
+
+    Its times of steps are 0 until a step of this group has been timed. If no timed step has ended since the document
+    before, they are those of that document.
+    """
 
     seat: int  #: The place of the process in the job, which the launcher has given it. It never changes.
     rank: int  #: Its rank in the present group.
@@ -51,13 +65,7 @@ class RankFigures:
     epoch: int  #: The number of the membership, 0 if members never change.
     incarnation: int  #: How often the process of this seat was started again.
     step: int  #: The number of steps that have ended.
-    #: The time of a step in seconds; 0 until a step of this group has been timed. If no timed step has ended since the
-    #: document before, the times are those of that document.
-    step_s: float
-    compute_s: float  #: The part of it in which the thread that trains was not blocked.
-    exposed_s: float  #: The other part.
     since_step_s: float  #: The time since the last step has ended.
-    hidden_share: float  #: As in ``StepReport``.
     bytes_sent: int  #: Bytes sent since the group was formed, in the fast lane, too.
     bytes_received: int
     sent_per_s: float  #: Bytes per second.

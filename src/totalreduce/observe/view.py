@@ -8,7 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from totalreduce.observe.board import Board, RankReading
-from totalreduce.observe.figures import Figure
+from totalreduce.observe.figures import Figure, StepTimes
 
 __all__ = ["JobView", "LateRank", "LinkRow", "RankRow", "view_of"]
 
@@ -23,7 +23,7 @@ _LINKS_MAX, _EVENTS_MAX = 32, 50
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankRow:
+class RankRow(StepTimes):
     """One rank."""
 
     seat: int  #: Its place in the job.
@@ -36,11 +36,7 @@ class RankRow:
     note: str = ""  #: How it ended, or why it is late.
     is_late: bool = False  #: Whether others wait for it.
     incarnation: int = 0  #: How often it was started again.
-    step: int = 0  #: As in ``RankFigures``, and so are the fields that follow.
-    step_s: float = 0.0  #: Seconds.
-    compute_s: float = 0.0  #: Seconds.
-    exposed_s: float = 0.0  #: Seconds.
-    hidden_share: float = 1.0  #: 0 to 1.
+    step: int = 0  #: As in ``RankFigures``.
     sent_per_s: float = 0.0  #: Bytes per second.
     received_per_s: float = 0.0  #: Bytes per second.
     age_s: float | None = None  #: The age of the figures.
@@ -65,7 +61,7 @@ class LinkRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class JobView:
+class JobView(StepTimes):
     """A job. Times of steps are means over the ranks that run; if none runs, over all ranks at their ends."""
 
     job: str  #: Its id.
@@ -75,10 +71,6 @@ class JobView:
     epoch: int = 0  #: The number of the membership.
     world_size: int = 0  #: The number of ranks of the present group.
     step: int = 0  #: The largest number of steps of a rank.
-    step_s: float = 0.0  #: Seconds.
-    compute_s: float = 0.0  #: Seconds.
-    exposed_s: float = 0.0  #: Seconds.
-    hidden_share: float = 1.0  #: 0 to 1; it means nothing while ``step_s`` is 0.
     sent_per_s: float = 0.0  #: Bytes per second, of all ranks together.
     late: tuple[LateRank, ...] = ()  #: The ranks that others wait for.
     ranks: tuple[RankRow, ...] = ()  #: All seats.

@@ -27,7 +27,7 @@ from totalreduce.planning.contestants import (
 )
 from totalreduce.planning.fusion import optimizer_messages
 from totalreduce.planning.machines import Calibration, Machines
-from totalreduce.planning.simulation import Bucket, Dense, Local, Scaling, SimulatedSteps, Sparse, simulate
+from totalreduce.planning.simulation import Bucket, Dense, Local, Scaling, SimulatedSteps, Sparse, StepParts, simulate
 from totalreduce.planning.traces import ELEMENT_BYTES, Layer, Trace
 from totalreduce.planning.traffic import Begun, Script, record_method, record_strategy, script_totals
 from totalreduce.pytorch.buckets import ParameterSpec
@@ -66,7 +66,7 @@ _LANES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(StepParts):
     """One way of keeping in step on so many ranks."""
 
     contestant: str  #: Its name.
@@ -75,11 +75,6 @@ class Prediction:
     simulated_ranks: int  #: How many ranks were simulated; fewer than ``ranks``: the rest is extrapolated.
     #: The schedules of the dense allreduces, that with the most bytes first; empty otherwise.
     schedules: tuple[str, ...]
-    step_s: float  #: Seconds of an average step.
-    compute_s: float  #: Seconds of it in which the training thread does not wait.
-    exposed_s: float  #: Seconds of it in which the training thread waits for communication.
-    exchange_s: float  #: Seconds from the first submission to the last end of an exchange, in an average step.
-    hidden_share: float  #: The share of that time that lies beside computation.
     sent_bytes: float  #: Sent by the average rank in an average step, headers included.
     link_bytes: float  #: Through the busiest host's link, in its busier direction, in an average step.
     busy: dict[str, float]  #: The share of a step in which each resource is busy, by its name.

@@ -26,7 +26,17 @@ from totalreduce.testing.simulation import SimulatedCluster, TimedSubmission
 from totalreduce.transports.simulated import LinkModel, SimulatedNetwork
 from totalreduce.transports.simulated_hosts import HostModel
 
-__all__ = ["Bucket", "Dense", "Local", "Scaling", "SimulatedSteps", "Sparse", "no_garbage_collection", "simulate"]
+__all__ = [
+    "Bucket",
+    "Dense",
+    "Local",
+    "Scaling",
+    "SimulatedSteps",
+    "Sparse",
+    "StepParts",
+    "no_garbage_collection",
+    "simulate",
+]
 
 _Resume = Callable[[], None]
 #: What a thread waits for: it is called with what is to be called when the waiting has ended.
@@ -82,21 +92,26 @@ class Local:
     begun: Sequence[Begun]  #: The exchanges of two periods.
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedSteps:
-    """What the steps of a simulation took."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepParts:
+    """What an average step takes."""
 
-    ranks: int  #: The number of ranks that were simulated.
-    step_s: float  #: Seconds of an average step.
-    #: Seconds in which the training thread was not waiting for communication, in an average step. With fewer cores than
-    #: threads they are longer than in the trace.
+    step_s: float  #: Seconds.
+    #: Seconds in which the training thread does not wait for communication. With fewer cores than threads, they are
+    #: longer than in the trace.
     compute_s: float
-    exposed_s: float  #: Seconds in which it waited.
-    #: Seconds from the first submission to the last end of an exchange, in an average step, on the rank on which that
-    #: takes longest.
+    exposed_s: float  #: Seconds in which it waits.
+    #: Seconds from the first submission to the last end of an exchange, on the rank on which that takes longest.
     exchange_s: float
     #: The share of the exchanges' time that lies beside computation, from 0 to 1, on the average rank.
     hidden_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedSteps(StepParts):
+    """What the steps of a simulation took."""
+
+    ranks: int  #: The number of ranks that were simulated.
     sent_bytes: float  #: Sent by the average rank in an average step, headers included.
     card_bytes: float  #: Through the busiest host's network card, in its busier direction, in an average step.
     card_s: float  #: Seconds in which the busiest network card was busy, in its busier direction.

@@ -9,7 +9,7 @@ changes: it is sent only if torch has counted a change on some rank.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, final
 
@@ -54,6 +54,76 @@ class _Place:
 
 
 @final
+class _SmallBuffers:
+    """Buffers that travel in one message: those of the root, and behind them a flag for each.
+
+    Attributes:
+        row: The message.
+    """
+
+    def __init__(self, places: Sequence[_Place]) -> None:
+        self._places, likes = places, [place.like for place in places]
+        self.row = torch.zeros(sum(map(room_of, likes)) + len(likes), dtype=torch.uint8, device="cpu")
+        self._slots = slots_of(self.row, likes)
+        #: Of each buffer: whether it has the planned shape.
+        self._valid = self.row[len(self.row) - len(likes) :]
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
+    def write(self) -> None:
+        """Write the buffers of this rank into the message."""
+        present = [place.present() for place in self._places]
+        self._valid.copy_(torch.tensor([tensor is not None for tensor in present], dtype=torch.uint8, device="cpu"))
+        slots = [slot for slot, each in zip(self._slots, present, strict=True) if each is not None]
+        if slots:
+            torch._foreach_copy_(slots, [each.detach() for each in present if each is not None])
+
+    def install(self) -> None:
+        """Set the buffers to those of the message."""
+        for place, slot, valid in zip(self._places, self._slots, self._valid.tolist(), strict=True):
+            _set(place, slot if valid else None)
+
+
+@final
+class _AveragedBuffers:
+    """Buffers of floating-point numbers, of which the average over the ranks with data is taken.
+
+    Attributes:
+        sums: What is added up: the buffers, of each the number of ranks where it has the planned shape, and the number
+            of ranks with data.
+    """
+
+    def __init__(self, places: Sequence[_Place]) -> None:
+        self._places = places
+        wide = any(place.like.dtype == torch.float64 for place in places)
+        sizes = [place.like.numel() for place in places]
+        dtype = torch.float64 if wide else torch.float32
+        self.sums = torch.zeros(sum(sizes) + len(sizes) + 1, dtype=dtype, device="cpu")
+        *self._terms, self._counts = self.sums.split_with_sizes([*sizes, len(sizes) + 1])
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
+    def write(self, *, joined: bool) -> None:
+        """Write the terms of this rank; ``joined``: it has no data."""
+        for number, (place, term) in enumerate(zip(self._places, self._terms, strict=True)):
+            tensor = None if joined else place.present()
+            self._counts[number] = tensor is not None
+            if tensor is None:
+                term.zero_()
+            else:
+                term.view(place.like.shape).copy_(tensor.detach())
+        self._counts[-1] = not joined
+
+    def install(self) -> None:
+        """Set the buffers to the averages."""
+        *counts, num_ranks = self._counts.tolist()
+        for place, term, count in zip(self._places, self._terms, counts, strict=False):
+            _set(place, term.view(place.like.shape) / count if count == num_ranks else None)
+
+
+@final
 @never_compiled
 class BufferReducer(GradientReducer):
     """Makes the buffers of a model equal on all ranks, in every round."""
@@ -79,23 +149,11 @@ class BufferReducer(GradientReducer):
         averages = [mode == "average" and place.like.is_floating_point() for place in places]
         is_small = [place.like.numel() <= _SMALL_ELEMENTS for place in places]
         kinds = list(zip(places, averages, is_small, strict=True))
-        self._averaged = [place for place, averaged, _ in kinds if averaged]
-        self._small = [place for place, averaged, small in kinds if small and not averaged]
+        self._averaged = _AveragedBuffers([place for place, averaged, _ in kinds if averaged])
+        self._small = _SmallBuffers([place for place, averaged, small in kinds if small and not averaged])
         self._large = [place for place, averaged, small in kinds if not small and not averaged]
-        likes = [place.like for place in self._small]
-        #: The root's small buffers, and behind them a flag for each whether it has the planned shape.
-        self._row = torch.zeros(sum(map(room_of, likes)) + len(likes), dtype=torch.uint8, device="cpu")
-        self._slots = slots_of(self._row, likes)
-        self._valid = self._row[len(self._row) - len(likes) :]
         #: Of each large buffer: whether it has changed on a rank, and whether it has another shape there.
         self._flags = torch.zeros(2, len(self._large), dtype=torch.uint8, device="cpu")
-        #: The sums of averaged buffers, of each the number of ranks where it has the planned shape, and the number of
-        #: ranks with data.
-        wide = any(place.like.dtype == torch.float64 for place in self._averaged)
-        sizes = [place.like.numel() for place in self._averaged]
-        dtype = torch.float64 if wide else torch.float32
-        self._sums = torch.zeros(sum(sizes) + len(sizes) + 1, dtype=dtype, device="cpu")
-        *self._terms, self._counts = self._sums.split_with_sizes([*sizes, len(sizes) + 1])
         self._works: list[Work] = []
         self._sent: list[tuple[_Place, torch.Tensor, Work]] | None = None  #: Large buffers that have changed.
         self._closed = self._joined = False
@@ -118,9 +176,9 @@ class BufferReducer(GradientReducer):
         self._closed, self._works, self._sent, self._root_now = True, [], None, self._root()
         if self._small:
             if self._group.rank == self._root_now:
-                self._write_row()
+                self._small.write()
             self._works.append(
-                self._group.broadcast(self._row, root=self._root_now, name=f"{self._name}/row", async_op=True)
+                self._group.broadcast(self._small.row, root=self._root_now, name=f"{self._name}/row", async_op=True)
             )
         if self._large:
             for number, place in enumerate(self._large):
@@ -129,8 +187,8 @@ class BufferReducer(GradientReducer):
                 self._flags[1, number] = tensor is None
             self._works.append(self._group.allreduce(self._flags, name=f"{self._name}/changed", op=ReduceOp.MAX))
         if self._averaged:
-            self._write_sums()
-            self._works.append(self._group.allreduce(self._sums, name=f"{self._name}/sums"))
+            self._averaged.write(joined=self._joined)
+            self._works.append(self._group.allreduce(self._averaged.sums, name=f"{self._name}/sums"))
 
     def finish(self, active: int) -> int:
         """Wait for the buffers, and send large ones that have changed. May be called again after it raised."""
@@ -150,13 +208,10 @@ class BufferReducer(GradientReducer):
         """
         if not self._joined and self._closed:
             if self._group.rank != self._root_now:
-                for place, slot, valid in zip(self._small, self._slots, self._valid.tolist(), strict=True):
-                    _set(place, slot if valid else None)
+                self._small.install()
                 for place, values, _ in self._sent or []:
                     _set(place, values)
-            *counts, num_ranks = self._counts.tolist()
-            for place, term, count in zip(self._averaged, self._terms, counts, strict=False):
-                _set(place, term.view(place.like.shape) / count if count == num_ranks else None)
+            self._averaged.install()
         for place, _, _ in self._sent or []:
             tensor = place.present()
             place.version = 0 if tensor is None else tensor._version
@@ -173,23 +228,6 @@ class BufferReducer(GradientReducer):
         self.close()
         self.finish(0)
         self._closed, self._works, self._sent = False, [], None
-
-    def _write_row(self) -> None:
-        present = [place.present() for place in self._small]
-        self._valid.copy_(torch.tensor([tensor is not None for tensor in present], dtype=torch.uint8, device="cpu"))
-        slots = [slot for slot, each in zip(self._slots, present, strict=True) if each is not None]
-        if slots:
-            torch._foreach_copy_(slots, [each.detach() for each in present if each is not None])
-
-    def _write_sums(self) -> None:
-        for number, (place, term) in enumerate(zip(self._averaged, self._terms, strict=True)):
-            tensor = None if self._joined else place.present()
-            self._counts[number] = tensor is not None
-            if tensor is None:
-                term.zero_()
-            else:
-                term.view(place.like.shape).copy_(tensor.detach())
-        self._counts[-1] = not self._joined
 
     def _changed(self) -> list[_Place]:
         """Return the large buffers that have changed on some rank, and have the planned shape on all."""

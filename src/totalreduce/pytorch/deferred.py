@@ -41,6 +41,52 @@ class Update:
     kept: torch.Tensor | None  #: What ``parameter.grad`` is afterwards.
 
 
+@final
+class _SettingsOfStep:
+    """The parameter groups of a torch optimizer as they were at ``step()``."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._settings = [
+            {key: _snapshot(value) for key, value in group.items() if key not in ("params", "param_names")}
+            for group in optimizer.param_groups
+        ]
+        self._places = {
+            parameter: (number, position)
+            for number, group in enumerate(optimizer.param_groups)
+            for position, parameter in enumerate(group["params"])
+        }
+
+    def update(self, parameters: list[torch.nn.Parameter]) -> None:
+        """Have the torch optimizer update these parameters and no others."""
+        if not parameters:
+            return
+        members: list[list[tuple[int, torch.nn.Parameter]]] = [[] for _ in self._settings]
+        for parameter in parameters:
+            number, position = self._places[parameter]
+            members[number].append((position, parameter))
+        shown: list[dict[str, Any]] = []
+        given: list[dict[str, Any]] = []
+        for settings, placed in zip(self._settings, members, strict=True):
+            if placed:
+                ordered = [parameter for _, parameter in sorted(placed, key=lambda item: item[0])]
+                shown.append({**settings, "params": ordered})
+                given.append(settings)
+        all_groups = self._optimizer.param_groups
+        self._optimizer.param_groups = shown
+        try:
+            self._optimizer.step()
+        finally:
+            self._optimizer.param_groups = all_groups
+        for settings, after in zip(given, shown, strict=True):
+            changed = [key for key, value in after.items() if key != "params" and value is not settings.get(key)]
+            if changed:
+                raise UnsupportedError(
+                    f"{type(self._optimizer).__name__}.step() changes {changed} of its parameter groups, so "
+                    'its parameters cannot be updated one bucket at a time. Use overlap="backward".'
+                )
+
+
 class DeferredBuckets(Protocol):
     """Groups of parameters; what other ranks or servers have of one group arrives together."""
 
@@ -94,8 +140,7 @@ class DeferredUpdates:
         self._applying = threading.RLock()
         #: Whether a module of the model ran since ``step()``: from then on the weights of pending buckets are outdated.
         self._forward_seen = False
-        self._settings: list[dict[str, Any]] = []
-        self._places: dict[torch.nn.Parameter, tuple[int, int]] = {}
+        self._settings = _SettingsOfStep(optimizer)
         self._forget: Callable[[], None] | None = None
 
     @property
@@ -121,15 +166,7 @@ class DeferredUpdates:
             flush: Called before barriers and before the group ends; it calls ``flush`` of this object. The group holds
                 it until the updates are applied, and with it an optimizer that the program holds no more.
         """
-        self._settings = [
-            {key: _snapshot(value) for key, value in group.items() if key not in ("params", "param_names")}
-            for group in self._optimizer.param_groups
-        ]
-        self._places = {
-            parameter: (number, position)
-            for number, group in enumerate(self._optimizer.param_groups)
-            for position, parameter in enumerate(group["params"])
-        }
+        self._settings = _SettingsOfStep(self._optimizer)
         self._release()
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # or torch's schedulers warn of a missing step
         self.pending = set(range(len(self._buckets.buckets_members)))
@@ -249,42 +286,13 @@ class DeferredUpdates:
             try:
                 for update in updates:
                     update.parameter.grad = update.gradient
-                self._step([update.parameter for update in updates if update.gradient is not None])
+                self._settings.update([update.parameter for update in updates if update.gradient is not None])
             finally:
                 # Gradients that the program has changed since step() stay so: zeroed ones do not become reduced ones.
                 for update in updates:
                     update.parameter.grad = update.kept
                 self.pending.discard(index)
                 self._buckets.release(index)
-
-    def _step(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Have the torch optimizer update these parameters and no others."""
-        if not parameters:
-            return
-        members: list[list[tuple[int, torch.nn.Parameter]]] = [[] for _ in self._settings]
-        for parameter in parameters:
-            number, position = self._places[parameter]
-            members[number].append((position, parameter))
-        shown: list[dict[str, Any]] = []
-        given: list[dict[str, Any]] = []
-        for settings, placed in zip(self._settings, members, strict=True):
-            if placed:
-                ordered = [parameter for _, parameter in sorted(placed, key=lambda item: item[0])]
-                shown.append({**settings, "params": ordered})
-                given.append(settings)
-        all_groups = self._optimizer.param_groups
-        self._optimizer.param_groups = shown
-        try:
-            self._optimizer.step()
-        finally:
-            self._optimizer.param_groups = all_groups
-        for settings, after in zip(given, shown, strict=True):
-            changed = [key for key, value in after.items() if key != "params" and value is not settings.get(key)]
-            if changed:
-                raise UnsupportedError(
-                    f"{type(self._optimizer).__name__}.step() changes {changed} of its parameter groups, so "
-                    'its parameters cannot be updated one bucket at a time. Use overlap="backward".'
-                )
 
 
 def _snapshot(value: object) -> object:

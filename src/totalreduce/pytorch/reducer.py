@@ -126,6 +126,17 @@ class ChangeWatch:
             )
 
 
+@dataclass(slots=True)
+class _RoundState:
+    """How far a round of a reducer has come."""
+
+    joined: bool = False  #: Whether this rank takes part without data.
+    again: bool = False  #: Whether this rank has finished a round since its last step.
+    closed: bool = False  #: Whether all buckets have left.
+    agreed: bool = False  #: Whether the buckets that changed on any rank have left again.
+    missing: Work | None = None  #: In a round with a missing gradient: the exchange of the ranks that miss it.
+
+
 @never_compiled
 class Reducer(GradientReducer):
     """The buckets of one plan.
@@ -167,12 +178,10 @@ class Reducer(GradientReducer):
         self.names = [f"{name}.bucket{bucket.spec.index}[{_ends(bucket)}]" for bucket in self.buckets]
         self._stream = group.planned(self.names)
         self.readiness = BucketReadiness([spec.members for spec in plan])
-        self._closed = self._joined = self._again = self._agreed = False
+        self._state = _RoundState()
         self.active_ranks = tuple(range(group.world_size))
         self._postscale = 1.0
         self.round = self.resubmissions = 0
-        #: In a round with a missing gradient: the exchange of the ranks that miss it.
-        self._missing: Work | None = None
 
     def set_priorities(self, priorities: Mapping[int, int]) -> None:
         """Set the priorities of buckets.
@@ -197,10 +206,8 @@ class Reducer(GradientReducer):
     def begin(self, *, joined: bool = False, again: bool = False) -> None:
         """Open a round."""
         self.round += 1
-        self._joined, self._again = joined, again
+        self._state = _RoundState(joined, again)
         self._stream.begin()
-        self._closed = self._agreed = False
-        self._missing = None
         for bucket in self.buckets:
             bucket.begin()
         self.readiness.begin()
@@ -215,7 +222,7 @@ class Reducer(GradientReducer):
 
     def close(self) -> None:
         """Send the buckets that have not left, and then the last bucket, which lists those that changed since."""
-        if self._closed:
+        if self._state.closed:
             return
         changed: list[int] = []
         last = len(self.buckets) - 1
@@ -224,27 +231,27 @@ class Reducer(GradientReducer):
             if index == last:
                 continue
             if bucket.work is None:
-                bucket.capture(empty=self._joined)
+                bucket.capture(empty=self._state.joined)
                 self._submit(index)
             elif bucket.replaced():
                 bucket.capture()
                 changed.append(index)
         if self.buckets:
-            self.buckets[last].capture(empty=self._joined)
+            self.buckets[last].capture(empty=self._state.joined)
             self._submit(last, changed)
-        self._closed = True
+        self._state.closed = True
         self.watch.forget()
-        if not self._joined:
+        if not self._state.joined:
             self.readiness.close()
 
     def abandon(self) -> None:
         """End an open round without a result: buckets that have not left are sent without gradients."""
-        if not self._closed:
+        if not self._state.closed:
             for index, bucket in enumerate(self.buckets):
                 if bucket.work is None:
                     bucket.capture(empty=True)
                     self._submit(index)
-            self._closed = True
+            self._state.closed = True
             self.readiness.close()
         for index, bucket in enumerate(self.buckets):
             self.wait(index)
@@ -266,7 +273,7 @@ class Reducer(GradientReducer):
     def install(self) -> None:
         """Replace the gradients by the reduced ones, unless this rank has joined."""
         for bucket in self.buckets:
-            if not self._joined:
+            if not self._state.joined:
                 for parameter, gradient in zip(bucket.parameters, bucket.reduced(), strict=True):
                     parameter.grad = gradient
             bucket.release()
@@ -307,13 +314,13 @@ class Reducer(GradientReducer):
             PeerLost: A rank is lost.
             DeadlineExceededError: It takes longer than the group's ``timeout_s``; may be called again.
         """
-        if not self._agreed:
+        if not self._state.agreed:
             self._resubmit_changed()
         self.buckets[index].complete(self._postscale)
 
     def _submit(self, index: int, changed: Collection[int] = ()) -> None:
         bucket = self.buckets[index]
-        flat = bucket.pack(changed, joined=self._joined, again=self._again)
+        flat = bucket.pack(changed, joined=self._state.joined, again=self._state.again)
         bucket.work = self._stream.submit(index, flat, op=self._arithmetic.op, priority=bucket.priority)
 
     def _empty(self, num_elements: int, /, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -351,7 +358,7 @@ class Reducer(GradientReducer):
                 )
             self._submit(index)
             self.resubmissions += 1
-        self._agreed = True
+        self._state.agreed = True
 
     def _check_missing(self, index: int) -> None:
         # The flags are equal on all ranks, so all ranks enter the second allreduce, or none does.
@@ -359,12 +366,14 @@ class Reducer(GradientReducer):
         for position, missing in enumerate(bucket.tail.missing()):
             if not missing:
                 continue
-            if self._missing is None:  # otherwise an earlier call ran out of time here
+            if self._state.missing is None:  # otherwise an earlier call ran out of time here
                 missing_here = torch.zeros(self._group.world_size, dtype=torch.uint8, device="cpu")
-                missing_here[self._group.rank] = bucket.local[position] is None and not self._joined
+                missing_here[self._group.rank] = bucket.local[position] is None and not self._state.joined
                 name = f"{self.names[index]}/missing"
-                self._missing = self._group.control.allreduce(missing_here, name=name, op=ReduceOp.SUM, priority=0)
-            ranks = tuple(self._missing.wait().nonzero().flatten().tolist())
+                self._state.missing = self._group.control.allreduce(
+                    missing_here, name=name, op=ReduceOp.SUM, priority=0
+                )
+            ranks = tuple(self._state.missing.wait().nonzero().flatten().tolist())
             raise MissingTensorError(bucket.specs[position].name, ranks, self.round)
 
 

@@ -399,6 +399,47 @@ class _Line:
         self._words[self._at + LINE.fd] = -1
 
 
+class _Room:
+    """The numbers of lines, operations and tracks of the block that are free: the smallest are used first.
+
+    The compiled function looks at all numbers up to the largest one in use.
+    """
+
+    def __init__(self) -> None:
+        self._lines, self._operations = list(range(w.LINES_MAX)), list(range(w.OPERATIONS_MAX))
+        self._tracks = list(range(w.TRACKS_MAX))
+
+    @property
+    def num_lines(self) -> int:
+        """The number of free lines."""
+        return len(self._lines)
+
+    def has_room_for(self, num_tracks: int) -> bool:
+        """Return whether an operation with so many tracks can be taken."""
+        return bool(self._operations) and num_tracks <= len(self._tracks)
+
+    def take_line(self) -> int:
+        """Return the number of a line that is used from now on."""
+        return heapq.heappop(self._lines)
+
+    def give_line_back(self, number: int) -> None:
+        """Note that a line is free."""
+        heapq.heappush(self._lines, number)
+
+    def take_operation(self, num_tracks: int) -> tuple[int, list[int]]:
+        """Return the numbers of an operation, and of its tracks in ascending order, that are used from now on."""
+        tracks, self._tracks = self._tracks[:num_tracks], self._tracks[num_tracks:]
+        return heapq.heappop(self._operations), tracks
+
+    def give_operation_back(self, number: int, tracks: list[int]) -> None:
+        """Note that an operation and its tracks are free."""
+        heapq.heappush(self._operations, number)
+        if self._tracks and tracks[-1] > self._tracks[0]:
+            self._tracks = sorted(self._tracks + tracks)
+        else:  # the usual case, which needs no sort
+            self._tracks[:0] = tracks
+
+
 @final
 class Relay:
     """The words of the compiled function, and the connections and operations that it has."""
@@ -429,9 +470,7 @@ class Relay:
         self._needs_attention = False
         #: Memory for slots of later operations, by its length: to touch fresh memory takes time.
         self._memories: dict[int, Array] = {}
-        self._free_lines = list(range(w.LINES_MAX))
-        self._free_operations = list(range(w.OPERATIONS_MAX))
-        self._free_tracks = list(range(w.TRACKS_MAX))
+        self._room = _Room()
 
     # -------------------------------------------------------------------------------------------------- connections
 
@@ -489,9 +528,9 @@ class Relay:
         line, limit = self._lines.get(connection), connection.unsent_limit
         if line is None:
             assert limit is not None
-            if not self._free_lines:
+            if not self._room.num_lines:
                 self._forget(next(line for line in self._lines.values() if line.is_idle))
-            number = heapq.heappop(self._free_lines)
+            number = self._room.take_line()
             line = self._lines[connection] = _Line(connection, limit, number, self._words)
             self._words[HEAD.num_lines] = max(self._words[HEAD.num_lines], number + 1)
         return line
@@ -508,7 +547,7 @@ class Relay:
         An operation fails some time after its connection has ended, and its words name the number until then.
         """
         if not line.readers and not line.writers:
-            heapq.heappush(self._free_lines, line.number)
+            self._room.give_line_back(line.number)
 
     # --------------------------------------------------------------------------------------------------- operations
 
@@ -521,7 +560,7 @@ class Relay:
 
         If it cannot, because a message is arriving from a source, nothing is read after that message.
         """
-        if not self._free_operations or len(self._free_tracks) < len(plan.rows):
+        if not self._room.has_room_for(len(plan.rows)):
             return False
         sources, targets = map(self._comes_by, plan.sources), map(self._leaves_by, plan.targets)
         incoming = {connection for connection in sources if connection is not None}
@@ -530,7 +569,7 @@ class Relay:
             return False
         needed = incoming | outgoing
         num_idle = sum(line.is_idle and connection not in needed for connection, line in self._lines.items())
-        if len(needed.difference(self._lines)) > len(self._free_lines) + num_idle:
+        if len(needed.difference(self._lines)) > self._room.num_lines + num_idle:
             return False
         if plan.is_of_blocks:  # the engine may receive the message that is arriving (``accepts``)
             return True
@@ -562,8 +601,7 @@ class Relay:
     def _add(self, task: RelayTask, comes_by: set[_Line], leaves_by: set[_Line]) -> RelayedOperation:
         """Write the words of an operation and of its tracks."""
         plan, words = task.plan, self._words
-        number = heapq.heappop(self._free_operations)
-        tracks, self._free_tracks = self._free_tracks[: len(plan.rows)], self._free_tracks[len(plan.rows) :]
+        number, tracks = self._room.take_operation(len(plan.rows))
         at = w.OPERATIONS_AT + number * OPERATION.num_words
         words[at + OPERATION.is_promoted], words[at + OPERATION.has_failed] = task.order.is_promoted, 0
         words[at + OPERATION.priority], words[at + OPERATION.sequence] = task.order.priority, task.order.sequence
@@ -613,13 +651,9 @@ class Relay:
             self._memories[len(operation.memory)] = operation.memory
             if len(self._memories) > _KEPT_MAX:
                 del self._memories[next(iter(self._memories))]
-        heapq.heappush(self._free_operations, operation.number)
+        self._room.give_operation_back(operation.number, operation.tracks)
         for track in operation.tracks:
             words[w.TRACKS_AT + track * TRACK.num_words + TRACK.operation] = -1
-        if self._free_tracks and operation.tracks[-1] > self._free_tracks[0]:
-            self._free_tracks = sorted(self._free_tracks + operation.tracks)
-        else:  # the usual case, which needs no sort
-            self._free_tracks[:0] = operation.tracks
         words[HEAD.num_tracks] = 1 + max((other.tracks[-1] for other in self._operations.values()), default=-1)
 
     def _sweep(self) -> None:

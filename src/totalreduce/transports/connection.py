@@ -254,7 +254,7 @@ class _ReceivingHalf:
         self.is_ending = False  #: Whether the stream ends, or has an error.
         self._sock, self._pulse = sock, pulse
         self._recv_into: Callable[[memoryview], int] = sock.recv_into if channel is None else channel.recv_into
-        self._counts_tell = channel is None  # TLS may hold bytes that the socket no longer has
+        #: TLS may hold so many bytes that the socket no longer has: then a short count does not say that it is empty.
         self._hidden_bytes = 0 if channel is None else HIDDEN_BYTES_MAX
         self._staging = memoryview(bytearray(_STAGING_BYTES))
         self._begin = self._end = 0
@@ -420,7 +420,7 @@ class _ReceivingHalf:
             return 0
         if count == 0:
             raise ConnectionResetError("the connection was closed by the other end")
-        if count < len(view) and self._counts_tell and not self.is_ending:
+        if count < len(view) and not self._hidden_bytes and not self.is_ending:
             self.readable = False  # the socket is empty; the epoll object reports what comes next
         return count
 
