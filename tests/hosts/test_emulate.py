@@ -145,7 +145,7 @@ def test_counts_that_make_no_sense():
     with pytest.raises(ConfigurationError, match="1 to 250, not 300"):
         EmulateOptions(num_hosts=300)
     with pytest.raises(ConfigurationError, match="2 emulated hosts with 2 ranks each make 4 workers, not 3"):
-        run_workers(["true"], num_workers=3, emulate=EmulateOptions(num_hosts=2, ranks_per_host=2))
+        run_workers(["true"], num_workers=3, where=EmulateOptions(num_hosts=2, ranks_per_host=2))
 
 
 @pytest.mark.hosts
@@ -244,7 +244,7 @@ class TestRun:
             "print(json.dumps([*[os.environ[name] for name in names], address]))\n"
         )
         options = EmulateOptions(num_hosts=2, rate="100mbit", ranks_per_host=2)
-        result = run_workers([sys.executable, script], num_workers=4, emulate=options, output="capture")
+        result = run_workers([sys.executable, script], num_workers=4, where=options, output="capture")
         assert result.exit_code == 0, result.errors
         assert [json.loads(text) for text in result.output] == [
             ["0", "4", "0", "2", "0", "10.77.0.1", "10.77.0.1/24"],

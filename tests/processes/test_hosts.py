@@ -15,12 +15,12 @@ from shells import Sshd, fake_shell
 from tests.processes.recovery_runs import Run
 
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.launch.emulate import EmulateOptions
+from totalreduce.launch.ending import Escalation
 from totalreduce.launch.hosts import HostPool, parse_hosts
 from totalreduce.launch.local import run_workers
 from totalreduce.launch.placement import HostOptions, Placement
 from totalreduce.launch.remote import RemoteWorker
-from totalreduce.launch.workers import free_port
+from totalreduce.launch.workers import Start, free_port
 from totalreduce.observe.board import Board
 from totalreduce.observe.figures import RankFigures
 
@@ -107,7 +107,7 @@ print("error", rank, file=sys.stderr)""",
     )
     hosts = listed("127.0.0.2:2,127.0.0.3:4,localhost:1", shell)
     environment = {**os.environ, "MINE": "x" * 100_000, "HOME": "/home/of-launcher"}
-    result = run_workers(argv, num_workers=7, hosts=hosts, output="capture", environment=environment, timeout_s=60.0)
+    result = run_workers(argv, num_workers=7, where=hosts, output="capture", environment=environment, timeout_s=60.0)
     assert result.exit_code == 0, result.errors
     rows = [json.loads(text.rpartition(" ")[0]) for text in result.output]
     assert [row[:5] for row in rows] == [
@@ -130,7 +130,7 @@ def test_a_folder_has_on_other_hosts_the_name_that_the_user_gave_it(tmp_path, sh
     argv = of_script(tmp_path, "print(os.environ['PWD'], os.path.samefile('.', os.environ['PWD']))")
     monkeypatch.chdir(tmp_path / "home")
     monkeypatch.setenv("PWD", str(tmp_path / "home"))
-    result = run_workers(argv, num_workers=1, hosts=listed("127.0.0.2", shell), output="capture", timeout_s=60.0)
+    result = run_workers(argv, num_workers=1, where=listed("127.0.0.2", shell), output="capture", timeout_s=60.0)
     assert (result.exit_code, result.output) == (0, [f"{tmp_path}/home True\n"]), result.errors
 
 
@@ -139,7 +139,11 @@ def test_exit_codes_signals_and_hosts_of_failures(tmp_path, shell, launched):
         tmp_path, "time.sleep(float(sys.argv[1]) if sys.argv[1:] else rank * 9)\nos.kill(os.getpid(), signal.SIGSEGV)"
     )
     result = run_workers(
-        argv, num_workers=2, hosts=listed("127.0.0.2,127.0.0.3", shell), output="capture", linger_s=0.1
+        argv,
+        num_workers=2,
+        where=listed("127.0.0.2,127.0.0.3", shell),
+        output="capture",
+        escalation=Escalation(0.1, 5.0),
     )
     assert (result.exit_code, result.first_failure.host, result.first_failure.signal) == (139, "127.0.0.2", "SIGSEGV")
     assert result.workers[1].signal == "SIGTERM"
@@ -155,13 +159,11 @@ def test_exit_codes_signals_and_hosts_of_failures(tmp_path, shell, launched):
 def test_mistakes_of_hosts_are_errors(tmp_path, shell):
     argv = of_script(tmp_path, "")
     with pytest.raises(ConfigurationError, match="5 workers need as many slots, and the hosts have 4"):
-        run_workers(argv, num_workers=5, hosts=listed("a:2,b:2", shell))
-    with pytest.raises(ConfigurationError, match="emulated hosts or a list of hosts, and not both"):
-        run_workers(argv, num_workers=2, hosts=listed("a:2", shell), emulate=EmulateOptions(num_hosts=2))
+        run_workers(argv, num_workers=5, where=listed("a:2,b:2", shell))
     with pytest.raises(ConfigurationError, match="cannot start '/absent'"):
-        run_workers(argv, num_workers=1, hosts=listed("127.0.0.2", ("/absent",)), output="capture")
+        run_workers(argv, num_workers=1, where=listed("127.0.0.2", ("/absent",)), output="capture")
     argv = ["/absent"]
-    result = run_workers(argv, num_workers=1, hosts=listed("127.0.0.2", shell), output="capture")
+    result = run_workers(argv, num_workers=1, where=listed("127.0.0.2", shell), output="capture")
     assert result.exit_code == 127
     assert "a worker cannot be started on" in result.errors[0]
     assert "cannot start '/absent'" in result.errors[0]
@@ -222,7 +224,7 @@ def started_worker(tmp_path, shell, text, live="0"):
     command = of_script(tmp_path, text)
     environment = {**os.environ, "RANK": "0", "TOTALREDUCE_JOB_ID": "test", "TOTALREDUCE_LIVE": str(live)}
     options = {"host": "127.0.0.2", "shell": shell, "python": sys.executable, "num_local": 1}
-    return RemoteWorker(0, command, environment, **options)
+    return RemoteWorker(Start(0, command, environment), **options)
 
 
 def await_end_of(worker, each_time=lambda: None):

@@ -115,7 +115,7 @@ def test_figures_of_other_hosts_come_with_their_output(tmp_path, zygote):
     hosts = HostOptions(
         hosts=parse_hosts("127.0.0.2:1,127.0.0.3:1"), shell=fake_shell(folder), python=python, address="127.0.0.1"
     )
-    job = Job(tmp_path, hosts=hosts, python=python)
+    job = Job(tmp_path, where=hosts, python=python)
     with job as board:
         view = await_view(board, lambda view: all(row.step > 5 for row in view.ranks) and len(view.ranks) == 2)
         assert sorted(path.name for path in board.path.glob("rank*")) == ["rank0.json", "rank1.json"]

@@ -33,6 +33,8 @@ COMMANDS = [
      "hosts, line 2: 'node1 four' is no host with a number of slots. Write node0:4 or node0 slots=4"),
     ("totalreduce run --emulate-hosts 2 --emulate-rate 1gb train.py",
      "a rate is a number with kbit, mbit or gbit, such as 1gbit, not '1gb'"),
+    ("totalreduce run -H node0:2 --emulate-hosts 2 train.py",
+     "a run has emulated hosts (--emulate-hosts) or a list of hosts, and not both"),
     ("totalreduce bench alreduce", "No such command 'alreduce'. Did you mean 'allreduce'?"),
 ]  # fmt: skip
 

@@ -19,6 +19,7 @@ from shells import fake_shell
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.version import VERSION
 from totalreduce.launch import workers
+from totalreduce.launch.ending import Escalation
 from totalreduce.launch.local import run_workers
 from totalreduce.launch.programs import send_to_program
 
@@ -206,7 +207,7 @@ def test_a_worker_that_the_kernel_has_killed_for_want_of_memory(script, monkeypa
     path = script("os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(60)")
     counts = iter([7, 7, 8])
     monkeypatch.setattr(workers, "oom_kills", lambda: next(counts))
-    result = run_workers([sys.executable, str(path)], num_workers=2, output="capture", linger_s=0.0)
+    result = run_workers([sys.executable, str(path)], num_workers=2, output="capture", escalation=Escalation(0.0, 5.0))
     assert result.first_failure.describe() == "killed by SIGKILL, probably by the kernel, because memory was short"
     assert [worker.is_out_of_memory for worker in result.workers] == [False, True]
     assert [worker.was_stopped for worker in result.workers] == [True, False]
@@ -289,7 +290,7 @@ open(ready, "w").close()
 while True: signal.pause()"""
     )
     begin = time.monotonic()
-    result = run_workers([sys.executable, path], num_workers=2, output="capture", linger_s=0.5, grace_s=0.5)
+    result = run_workers([sys.executable, path], num_workers=2, output="capture", escalation=Escalation(0.5, 0.5))
     assert (result.exit_code, result.workers[1].signal) == (5, "SIGKILL")
     assert 1.0 <= time.monotonic() - begin < 20.0
 

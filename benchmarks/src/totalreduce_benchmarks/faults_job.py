@@ -191,7 +191,7 @@ def run_job(
     return run_workers(
         [sys.executable, "-m", worker, str(config)],
         num_workers=setting.ranks,
-        emulate=setting.emulate,
+        where=setting.emulate,
         environment=variables(),
         output="capture",
         recovery=recovery,

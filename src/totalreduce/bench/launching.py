@@ -190,7 +190,7 @@ def run_job(
     outcome = run_workers(
         argv,
         num_workers=setting.ranks,
-        emulate=setting.emulate,
+        where=setting.emulate,
         environment=environment,
         output=output,
         recovery=recovery,

@@ -155,7 +155,7 @@ def _launch(ranks: int | None, transport: str, hosts: int | None, rate: str) -> 
         outcome = run_workers(
             [sys.executable, "-m", "totalreduce.cli.doctor_worker", str(path), transport],
             num_workers=ranks,
-            emulate=emulate,
+            where=emulate,
             environment={"TOTALREDUCE_LOG": "warning", **environment.current()},
             output="all",
             timeout_s=_TIMEOUT_S,

@@ -19,8 +19,8 @@ from totalreduce.cli.run_options import Note, RunOptions, Size
 from totalreduce.foundation.checks import did_you_mean
 from totalreduce.foundation.environment import current
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.launch.ending import describe_failures
-from totalreduce.launch.local import HostOptions, RunResult, run_workers
+from totalreduce.launch.ending import Escalation, describe_failures
+from totalreduce.launch.local import LINGER_S, HostOptions, RunResult, run_workers
 from totalreduce.launch.output import Streams
 from totalreduce.launch.placement import launcher_address
 from totalreduce.launch.workers import default_num_threads, describe_ranks
@@ -86,11 +86,9 @@ def run(
             argv,
             num_workers=size.num_workers,
             num_servers=size.num_servers,
-            emulate=size.emulate,
-            hosts=hosts,
-            node=size.node,
+            where=hosts or size.emulate or size.node,
             output="all" if job.output == "all" else "rank0" if job.output == "rank0" else Path(job.output),
-            grace_s=job.grace,
+            escalation=Escalation(LINGER_S, job.grace),
             timeout_s=job.timeout,
             recovery=recovery,
             live=live,

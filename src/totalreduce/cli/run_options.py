@@ -389,6 +389,8 @@ class Size:
         if hosts is not None and num_workers is None:
             num_workers = _without_servers(sum(host.slots for host in hosts.hosts), num_servers, "slots")
         emulate = options.emulation.options(num_workers, num_servers)
+        if hosts is not None and emulate is not None:
+            raise ConfigurationError("a run has emulated hosts (--emulate-hosts) or a list of hosts, and not both")
         if emulate is not None and num_workers is None:
             num_ranks = emulate.num_hosts * emulate.ranks_per_host
             num_workers = _without_servers(num_ranks, num_servers, "ranks in emulated hosts")

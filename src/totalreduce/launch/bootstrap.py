@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Literal, NamedTuple, cast, get_args
 
 import torch
 
@@ -117,17 +117,7 @@ def init(
     """
     await_seat()
     settings = environment.read_settings()
-    wanted = _Wanted.of(
-        settings,
-        transport=transport,
-        timeout_s=timeout_s,
-        engine=engine,
-        tcp=tcp,
-        tls=tls,
-        links=links,
-        collectives=collectives,
-        coordination=coordination,
-    )
+    wanted = _Wanted.of(settings, _Arguments(transport, timeout_s, engine, tcp, tls, links, collectives, coordination))
     engine_config, wire = wanted.engine, wanted.wire()
     spec = TRANSPORTS[transport]
     rank, world_size = spec.rank_and_size(store)
@@ -244,7 +234,20 @@ def describe_settings() -> str:
 
     A process that joins a running job compares it with the job's before it meets the other ranks.
     """
-    return _description(_Wanted.of(environment.read_settings()).wire())
+    return _description(_Wanted.of(environment.read_settings(), _Arguments()).wire())
+
+
+class _Arguments(NamedTuple):
+    """Arguments of ``init``."""
+
+    transport: str = "auto"
+    timeout_s: float | None = None
+    engine: EngineConfig | None = None
+    tcp: TcpConfig | None = None
+    tls: Tls | None = None
+    links: LinkPolicy | str | Path | None = None
+    collectives: Collectives = "auto"
+    coordination: CoordinationConfig | str | Path | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -262,35 +265,30 @@ class _Wanted:
     coordination: CoordinationConfig | str | Path | None
 
     @classmethod
-    def of(
-        cls,
-        settings: Settings,
-        *,
-        transport: str = "auto",
-        timeout_s: float | None = None,
-        engine: EngineConfig | None = None,
-        tcp: TcpConfig | None = None,
-        tls: Tls | None = None,
-        links: LinkPolicy | str | Path | None = None,
-        collectives: Collectives = "auto",
-        coordination: CoordinationConfig | str | Path | None = None,
-    ) -> _Wanted:
-        """Return what is wanted; see ``init`` for the arguments."""
-        if collectives not in get_args(Collectives):
-            raise ConfigurationError(f"collectives are 'auto', 'engine' or 'native', not {collectives!r}")
-        engine_config = _with_timeout(engine or EngineConfig(), settings.timeout_s if timeout_s is None else timeout_s)
+    def of(cls, settings: Settings, given: _Arguments) -> _Wanted:
+        """Return what is wanted."""
+        if given.collectives not in get_args(Collectives):
+            raise ConfigurationError(f"collectives are 'auto', 'engine' or 'native', not {given.collectives!r}")
+        timeout_s = settings.timeout_s if given.timeout_s is None else given.timeout_s
+        engine_config = _with_timeout(given.engine or EngineConfig(), timeout_s)
         if engine_config.fast_lane is None:
             engine_config = dataclasses.replace(engine_config, fast_lane=settings.fast_lane)
-        tcp_config = tcp or TcpConfig()
-        if tcp is None and settings.peer_timeout_s is not None:
+        tcp_config = given.tcp or TcpConfig()
+        if given.tcp is None and settings.peer_timeout_s is not None:
             beat_s = min(tcp_config.heartbeat_s, settings.peer_timeout_s / 4)
             tcp_config = TcpConfig(silence_s=settings.peer_timeout_s, heartbeat_s=beat_s)
         if tcp_config.relay is None:
             tcp_config = dataclasses.replace(tcp_config, relay=settings.relay)
-        policy = probe.resolve(links, settings.links)
         return cls(
-            *(settings, transport, engine is not None, engine_config, tcp_config, tls or settings.tls, policy),
-            *(collectives, coordination),
+            settings,
+            given.transport,
+            is_engine_given=given.engine is not None,
+            engine=engine_config,
+            tcp=tcp_config,
+            tls=given.tls or settings.tls,
+            links=probe.resolve(given.links, settings.links),
+            collectives=given.collectives,
+            coordination=given.coordination,
         )
 
     def wire(self) -> dict[str, int | float | str]:

@@ -46,10 +46,14 @@ from totalreduce.launch.workers import (
     free_port,
 )
 
-__all__ = ["EmulateOptions", "HostOptions", "RecoveryOptions", "RunResult", "WorkerResult", "run_workers"]
+__all__ = ["EmulateOptions", "HostOptions", "RecoveryOptions", "RunResult", "Where", "WorkerResult", "run_workers"]
 
 #: Longer than it takes a survivor to notice a frozen peer (2 s) and to print its error.
 LINGER_S = 3.0
+#: The time that a worker has after SIGTERM.
+GRACE_S = 5.0
+#: The hosts on which the ranks of a run are.
+Where = HostOptions | EmulateOptions | NodeOptions
 
 
 def run_workers(
@@ -57,13 +61,10 @@ def run_workers(
     *,
     num_workers: int,
     num_servers: int = 0,
-    emulate: EmulateOptions | None = None,
-    hosts: HostOptions | None = None,
-    node: NodeOptions | None = None,
+    where: Where | None = None,
     environment: Mapping[str, str] | None = None,
     output: Output = "all",
-    grace_s: float = 5.0,
-    linger_s: float = LINGER_S,
+    escalation: Escalation | None = None,
     timeout_s: float | None = None,
     recovery: RecoveryOptions | None = None,
     live: LiveJob | None = None,
@@ -80,15 +81,15 @@ def run_workers(
         num_workers: World size, at least 1. With ``recovery``: the number of ranks with which the job begins.
         num_servers: The number of further ranks, which run no command and serve a parameter server (``tr.ps``). They
             get slots of hosts after the workers, and are in the result as ranks from ``num_workers`` on.
-        emulate: Put the ranks into emulated hosts; their number must then be hosts times ranks per host.
-        hosts: Other hosts on which workers run; by default all run on this one. The first hosts of the list are filled
-            first.
-        node: This launcher starts the ranks of one machine, and the launchers of other machines start the others;
-            ``num_workers`` counts all of them, equally many on each machine. The result has the ranks of this one.
+        where: The hosts on which the ranks run; by default all run on this one. ``HostOptions``: a list, whose first
+            hosts are filled first. ``EmulateOptions``: emulated hosts; there must be hosts times ranks per host ranks.
+            ``NodeOptions``: this launcher starts the ranks of one machine, and the launchers of other machines start
+            the others; ``num_workers`` counts all of them, equally many on each machine. The result has the ranks of
+            this one.
         environment: The environment that the workers' environments extend; by default this process's.
         output: Where the workers' output goes; see :data:`totalreduce.launch.output.Output`.
-        grace_s: Time from SIGTERM to SIGKILL.
-        linger_s: Time from the first failure to SIGTERM for the other workers.
+        escalation: By which signals, and when, workers are ended; by default SIGTERM comes ``LINGER_S`` after the first
+            failure, and SIGKILL ``GRACE_S`` after it.
         timeout_s: Time after which the run is stopped.
         recovery: What happens when a worker fails; by default the run ends.
         live: The folder for the live view; by default the ranks write no figures.
@@ -106,7 +107,10 @@ def run_workers(
         if live is not None:
             recovery = dataclasses.replace(recovery, on_event=_to_all(recovery.on_event, live.note))
         seats = recovery.seats(num_workers, num_servers)
-    pool = _pool(seats, emulate, hosts, node)
+    hosts = where if isinstance(where, HostOptions) else None
+    emulate = where if isinstance(where, EmulateOptions) else None
+    node = where if isinstance(where, NodeOptions) else None
+    pool = _pool(seats, where)
     job_id = f"run-{os.getpid()}-{secrets.token_hex(8)}" if node is None else node.job
     base = current() if environment is None else environment
     with contextlib.ExitStack() as stack:
@@ -157,7 +161,7 @@ def run_workers(
             pool, argv, common, num_local=num_local, serving=seats.serving, options=hosts, emulated=emulated
         )
         sink = open_sink(output, seats.count, streams or stack.enter_context(Streams()))
-        processes, escalation = Processes(placement, sink), Escalation(linger_s, grace_s)
+        processes, escalation = Processes(placement, sink), escalation or Escalation(LINGER_S, GRACE_S)
         policy = EndOnLoss(processes, live)
         if recovery is not None and keeper is not None:
             file = None if hosts is None or hosts.file is None else HostsFile(hosts.file, hosts.hosts)
@@ -183,34 +187,30 @@ def _to_all(*callbacks: Callable[[dict[str, Any]], None]) -> Callable[[dict[str,
     return call
 
 
-def _pool(
-    seats: Seats, emulate: EmulateOptions | None, hosts: HostOptions | None, node: NodeOptions | None
-) -> HostPool:
+def _pool(seats: Seats, where: Where | None) -> HostPool:
     """Return the hosts of a run, which have a slot for every worker and every server with which it begins."""
     num_workers, num_servers = seats.first_workers, seats.first_servers
     if num_workers < 1:
         raise ConfigurationError(f"the number of workers must be at least 1, not {num_workers}")
     num_ranks = num_workers + num_servers
     ranks = describe_ranks(num_workers, num_servers)
-    if node is not None:
-        pool = HostPool([Host(name, num_workers // node.count) for name in node.names])
+    if isinstance(where, NodeOptions):
+        pool = HostPool([Host(name, num_workers // where.count) for name in where.names])
         for seat in range(num_workers):  # those of the other machines, too
             pool.place(seat)
         return pool
-    if hosts is not None:
-        if emulate is not None:
-            raise ConfigurationError("a run has emulated hosts or a list of hosts, and not both")
-        pool = HostPool(hosts.hosts)
+    if isinstance(where, HostOptions):
+        pool = HostPool(where.hosts)
         if pool.num_slots < num_ranks:
             raise ConfigurationError(
                 f"{ranks} need as many slots, and the hosts have {pool.num_slots}: list more hosts, or start fewer (-n)"
             )
         return pool
-    if emulate is None:
+    if where is None:
         return HostPool([Host("localhost", seats.count)])
-    if emulate.num_hosts * emulate.ranks_per_host != num_ranks:
+    if where.num_hosts * where.ranks_per_host != num_ranks:
         raise ConfigurationError(
-            f"{emulate.num_hosts} emulated hosts with {emulate.ranks_per_host} ranks each make "
-            f"{emulate.num_hosts * emulate.ranks_per_host} workers, not {ranks}"
+            f"{where.num_hosts} emulated hosts with {where.ranks_per_host} ranks each make "
+            f"{where.num_hosts * where.ranks_per_host} workers, not {ranks}"
         )
-    return HostPool([Host(f"host{index}", emulate.ranks_per_host) for index in range(emulate.num_hosts)])
+    return HostPool([Host(f"host{index}", where.ranks_per_host) for index in range(where.num_hosts)])

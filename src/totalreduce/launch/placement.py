@@ -20,7 +20,7 @@ from totalreduce.launch.emulate import EmulatedHost
 from totalreduce.launch.hosts import Host, HostPool, parse_host_file
 from totalreduce.launch.remote import RemoteWorker
 from totalreduce.launch.spares import Spare
-from totalreduce.launch.workers import Target, Worker, default_num_threads, seat_environment
+from totalreduce.launch.workers import Start, Target, Worker, default_num_threads, seat_environment
 
 __all__ = ["HostOptions", "HostsFile", "Placement", "is_this_host", "launcher_address", "read_host_file", "ssh_command"]
 
@@ -216,8 +216,8 @@ class Placement:
         place = self.pool.place_of(seat)
         assert place is not None
         variables = self.environment(seat, incarnation)
-        command = self._command(serves=seat in self.serving)
-        return self._start(place.host, seat, command, variables, targets, place.local_world_size)
+        start = Start(seat, self._command(serves=seat in self.serving), variables)
+        return self._start(place.host, start, targets, place.local_world_size)
 
     def start_spare(self, host: str, *, serves: bool) -> Spare:
         """Start a spare on a host, for a seat that serves or for another one. Raises ``ConfigurationError``."""
@@ -225,7 +225,7 @@ class Placement:
         command = self._command(serves=serves)
 
         def start(variables: Mapping[str, str]) -> Worker:
-            return self._start(host, -1, command, variables, pipes, num_local, has_input=True)
+            return self._start(host, Start(-1, command, variables, has_input=True), pipes, num_local)
 
         return Spare(start, self._common, serves=serves)
 
@@ -235,31 +235,14 @@ class Placement:
     def _is_remote(self, host: str) -> bool:
         return self._options is not None and not is_this_host(host)
 
-    def _start(
-        self,
-        host: str,
-        rank: int,
-        command: list[str],
-        environment: Mapping[str, str],
-        targets: tuple[Target, Target],
-        num_local: int,
-        *,
-        has_input: bool = False,
-    ) -> Worker:
-        options = self._options
+    def _start(self, host: str, start: Start, targets: tuple[Target, Target], num_local: int) -> Worker:
+        options, command = self._options, list(start.command)
         if options is None or not self._is_remote(host):
             command = self._emulated[host].command(command) if host in self._emulated else command
-            return Worker(rank, command, {**self._threads, **environment}, *targets, host=host, has_input=has_input)
+            environment = {**self._threads, **start.environment}
+            return Worker(start._replace(command=command, environment=environment), *targets, host=host)
         command = [options.python, *command[1:]] if command[0] == sys.executable else command
-        worker = RemoteWorker(
-            rank,
-            command,
-            environment,
-            host=host,
-            shell=options.shell,
-            python=options.python,
-            num_local=num_local,
-            has_input=has_input,
-        )
+        start = start._replace(command=command)
+        worker = RemoteWorker(start, host=host, shell=options.shell, python=options.python, num_local=num_local)
         self._connecting.append(worker)
         return worker

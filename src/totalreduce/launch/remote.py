@@ -44,7 +44,7 @@ from totalreduce.foundation.errors import ConfigurationError, ProtocolError
 from totalreduce.foundation.os_errors import describe_error
 from totalreduce.launch.guard import kill_processes
 from totalreduce.launch.live import LiveJob
-from totalreduce.launch.workers import OUT_OF_MEMORY, Worker, default_num_threads, signal_name
+from totalreduce.launch.workers import OUT_OF_MEMORY, Start, Worker, default_num_threads, signal_name
 from totalreduce.observe.board import Board
 from totalreduce.observe.figures import DOCUMENT_BYTES_MAX, RankFigures
 
@@ -82,52 +82,37 @@ class RemoteWorker(Worker):
     Its process is that of the remote shell (ssh), which ends with the worker's exit code.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        *,
-        host: str,
-        shell: Sequence[str],
-        python: str,
-        num_local: int,
-        has_input: bool = False,
-    ) -> None:
+    def __init__(self, start: Start, *, host: str, shell: Sequence[str], python: str, num_local: int) -> None:
         """Start it. Its output comes through pipes.
 
         Args:
-            rank: Its rank.
-            command: Its command line on the other host.
-            environment: Its variables; those of the launcher's login are left out.
+            start: What it is started with on the other host. Variables of the launcher's login are left out.
             host: The name of the host, for the remote shell.
             shell: The remote shell: a command to which the host and a command line for it are appended.
             python: The Python interpreter of the other host.
             num_local: The number of workers that share the cores of the host.
-            has_input: Whether the worker has a standard input, for ``give``.
 
         Raises:
             ConfigurationError: The remote shell cannot be started.
         """
         program = f"exec {shlex.quote(python)} -m totalreduce.launch.remote"
         # The guard knows the processes of a job by its id.
-        own = {**current(), "TOTALREDUCE_JOB_ID": environment["TOTALREDUCE_JOB_ID"]}
-        super().__init__(
-            rank, [*shell, host, program], own, subprocess.PIPE, subprocess.PIPE, host=host, has_input=True
-        )
+        own = {**current(), "TOTALREDUCE_JOB_ID": start.environment["TOTALREDUCE_JOB_ID"]}
+        remote_shell = Start(start.rank, [*shell, host, program], own, has_input=True)
+        super().__init__(remote_shell, subprocess.PIPE, subprocess.PIPE, host=host)
         assert self.process.stdin is not None
         os.set_blocking(self.process.stdin.fileno(), False)
         order = {
-            "command": list(command),
+            "command": list(start.command),
             "folder": working_folder(),
-            "environment": _sent(environment),
-            "has_input": has_input,
+            "environment": _sent(start.environment),
+            "has_input": start.has_input,
             "num_local": num_local,
             "mark": secrets.token_hex(8),
         }
         self._is_started = False
         self._unread = b""  #: The begin of what may be a word of the program.
-        live = environment.get(LIVE, "0")
+        live = start.environment.get(LIVE, "0")
         self._board = None if live == "0" else Board(Path(live))
         #: Lines that the remote shell has not taken yet. A signal handler may append one while ``_flush`` writes.
         self._unsent: deque[bytes] = deque()
@@ -407,9 +392,8 @@ def _run(
     """Run the worker of an order; return its exit code."""
     try:
         os.chdir(order["folder"])
-        worker = Worker(
-            0, order["command"], environment, subprocess.PIPE, subprocess.PIPE, has_input=order["has_input"]
-        )
+        start = Start(0, order["command"], environment, order["has_input"])
+        worker = Worker(start, subprocess.PIPE, subprocess.PIPE)
     except (OSError, ConfigurationError) as error:
         where = f"on {socket.gethostname()}, in the folder {order['folder']}"
         print(f"totalreduce: a worker cannot be started {where}: {describe_error(error)}", file=sys.stderr)  # noqa: T201

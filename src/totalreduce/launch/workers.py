@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from totalreduce.foundation.environment import LIVE, REMOTE_WORKER, SPARE
 from totalreduce.foundation.errors import ConfigurationError
@@ -26,6 +26,7 @@ __all__ = [
     "OUT_OF_MEMORY",
     "RECOVERY_VARIABLES",
     "RunResult",
+    "Start",
     "Worker",
     "WorkerResult",
     "common_environment",
@@ -113,6 +114,22 @@ class RunResult:
         return {"world_size": len(self.workers), **summary}
 
 
+class Start(NamedTuple):
+    """What a worker is started with.
+
+    Attributes:
+        rank: Its rank; -1 if it is a spare, which gets one later.
+        command: Its command line.
+        environment: Its variables.
+        has_input: Whether it has a standard input, for ``Worker.give``.
+    """
+
+    rank: int
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    has_input: bool = False
+
+
 class Worker:
     """A started worker, leader of a session and process group of its own.
 
@@ -125,31 +142,21 @@ class Worker:
         exit_descriptor: Readable when it has ended; ``None`` if the kernel is too old (before 5.3) for it.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        stdout: Target,
-        stderr: Target,
-        *,
-        host: str = "localhost",
-        has_input: bool = False,
-    ) -> None:
-        """Start the worker. Raises ``ConfigurationError``."""
+    def __init__(self, start: Start, stdout: Target, stderr: Target, *, host: str = "localhost") -> None:
+        """Start the worker, whose environment is complete. Raises ``ConfigurationError``."""
         try:
             self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
+                start.command,
+                stdin=subprocess.PIPE if start.has_input else subprocess.DEVNULL,
                 bufsize=0,
                 stdout=stdout,
                 stderr=stderr,
-                env=dict(environment),
+                env=dict(start.environment),
                 start_new_session=True,
             )
         except OSError as error:
-            raise ConfigurationError(f"cannot start {command[0]!r}: {describe_error(error)}") from error
-        self.rank, self.host = rank, host
+            raise ConfigurationError(f"cannot start {start.command[0]!r}: {describe_error(error)}") from error
+        self.rank, self.host = start.rank, host
         self.exit_descriptor = _pidfd(self.process.pid)
         self._started_at = time.monotonic()
         self._oom_kills, self._is_out_of_memory = oom_kills(), False

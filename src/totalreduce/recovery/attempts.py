@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, final
 
 import torch
 
@@ -47,13 +47,32 @@ from totalreduce.recovery.wishes import Wish, handles_signals, wish_to_end
 if TYPE_CHECKING:
     from totalreduce.recovery.copies import ShardCopies  # which imports FSDP2: programs for DDP do without it
 
-__all__ = ["Attempt", "Attempts", "ShardedAttempts"]
+__all__ = ["Attempt", "Attempts", "Keepers", "ShardedAttempts"]
 
 _log = logging.getLogger(__name__)
 
 
 class _MembersChange(BaseException):
     """Ends an attempt because processes want to join. No program catches it by ``except Exception``."""
+
+
+class Keepers(NamedTuple):
+    """What keeps the state of an attempt, for what is begun again and for later runs.
+
+    Attributes:
+        seed: Of the generators of random numbers.
+        snapshots: Writes the state to disk.
+        hooks: What the hooks of DDP keep back.
+        copies: Keeps copies of a sharded state.
+        weights: Tells after a loss whether the weights are those of the last commit; of a state that is not sharded,
+            where ranks can be replaced.
+    """
+
+    seed: int = 0
+    snapshots: Snapshots | None = None
+    hooks: HookStates | None = None
+    copies: ShardCopies | None = None
+    weights: CommitWeights | None = None
 
 
 @final
@@ -75,13 +94,8 @@ class Attempt(Run):
         state: State | None,
         group: Group,
         assembly: Assembly | None,
-        *,
-        seed: int,
         number: int,
-        snapshots: Snapshots | None,
-        hooks: HookStates | None = None,
-        copies: ShardCopies | None = None,
-        weights: CommitWeights | None = None,
+        keepers: Keepers,
     ) -> None:
         """Begin with a state, or with ``copies`` and without a state.
 
@@ -89,18 +103,13 @@ class Attempt(Run):
             state: The state; ``None``: the program passes it to ``synchronize``.
             group: The ranks.
             assembly: This process in the decisions on members; ``None`` if ranks cannot be replaced.
-            seed: Of the generators of random numbers.
             number: The number of the attempt.
-            snapshots: Writes the state to disk.
-            hooks: What the hooks of DDP keep back.
-            copies: Keeps copies of a sharded state.
-            weights: Tells after a loss whether the weights are those of the last commit; of a state that is not
-                sharded, where ranks can be replaced.
+            keepers: What keeps its state.
         """
         super().__init__(group, assembly, number)
-        self._known_state, self._seed = state, seed
-        self._snapshots, self._copies, self._weights = snapshots, copies, weights
-        self._hooks = hooks or HookStates(state, 0)
+        self._known_state, self._seed = state, keepers.seed
+        self._snapshots, self._copies, self._weights = keepers.snapshots, keepers.copies, keepers.weights
+        self._hooks = keepers.hooks or HookStates(state, 0)
         self._steps: StepsSinceCommit | None = None
         self._version = 0  #: Of the last commit that is not provisional.
         self.preempted = False
@@ -339,16 +348,8 @@ class Attempts:
     def begin(self, group: Group, assembly: Assembly | None, number: int) -> Attempt:
         """Return the attempt that begins now."""
         weights = None if assembly is None else self._weights
-        return Attempt(
-            self._state,
-            group,
-            assembly,
-            seed=self._seed,
-            number=number,
-            snapshots=self._snapshots,
-            hooks=self.hooks,
-            weights=weights,
-        )
+        keepers = Keepers(self._seed, self._snapshots, self.hooks, weights=weights)
+        return Attempt(self._state, group, assembly, number, keepers)
 
     def level(self, group: Group, *, has_state: bool, decision: Decision | None) -> None:
         """Bring all ranks to the state of the first rank with the latest version. Collective.
@@ -419,16 +420,8 @@ class ShardedAttempts:
 
     def begin(self, group: Group, assembly: Assembly | None, number: int) -> Attempt:
         """Return the attempt that begins now."""
-        return Attempt(
-            None,
-            group,
-            assembly,
-            seed=self._seed,
-            number=number,
-            snapshots=self._snapshots,
-            hooks=self.hooks,
-            copies=self._copies,
-        )
+        keepers = Keepers(self._seed, self._snapshots, self.hooks, copies=self._copies)
+        return Attempt(None, group, assembly, number, keepers)
 
     def level(self, group: Group, *, has_state: bool, decision: Decision | None) -> None:
         """Note the members. There is no state before the program calls ``Attempt.synchronize``."""

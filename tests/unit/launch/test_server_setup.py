@@ -126,7 +126,7 @@ def test_torchs_variables_are_about_workers_and_the_librarys_about_all_ranks() -
     ("options", "message"),
     [
         ({"num_servers": -1}, "number of servers"),
-        ({"num_servers": 2, "emulate": EmulateOptions(num_hosts=2)}, "2 workers and 2 servers"),
+        ({"num_servers": 2, "where": EmulateOptions(num_hosts=2)}, "2 workers and 2 servers"),
         ({"num_servers": 1, "recovery": RecoveryOptions(on_loss="shrink", max_ranks=1)}, "--max-ranks"),
         ({"num_servers": 1, "recovery": RecoveryOptions(on_loss="shrink", min_ranks=3)}, "--min-ranks"),
     ],

@@ -13,7 +13,7 @@ from totalreduce.c10d.attempts import attempts
 from totalreduce.foundation.errors import ConfigurationError, PeerLost, RecoveryError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.recovery import runs as module
-from totalreduce.recovery.attempts import Attempt, Attempts
+from totalreduce.recovery.attempts import Attempt, Attempts, Keepers
 from totalreduce.recovery.copies import ShardCopies
 from totalreduce.recovery.epochs import Epochs
 from totalreduce.recovery.runs import Runs
@@ -56,7 +56,7 @@ def group_of(*losses: bool):
 def attempt_of(state: State, *, recoverable: bool = True) -> Attempt:
     policy = SimpleNamespace(on_loss="replace")
     assembly = SimpleNamespace(policy=policy, begin=lambda: None) if recoverable else None
-    return Attempt(state, group_of(), assembly, seed=0, number=0, snapshots=None)
+    return Attempt(state, group_of(), assembly, 0, Keepers())
 
 
 def test_only_the_loss_of_a_rank_ends_an_attempt_without_an_error() -> None:
@@ -141,10 +141,10 @@ def test_a_sharded_state_is_synchronized_once_and_before_the_loop() -> None:
         next(attempts(make_state(), copies=ShardCopies()))
     with pytest.raises(ConfigurationError, match=r"tr\.attempts\(state\) does it by itself"):
         attempt_of(make_state()).synchronize(make_state())
-    attempt = Attempt(None, group_of(), None, seed=0, number=0, snapshots=None, copies=ShardCopies())
+    attempt = Attempt(None, group_of(), None, 0, Keepers(copies=ShardCopies()))
     with pytest.raises(ConfigurationError, match=r"call attempt\.synchronize"):
         attempt.commit()
-    attempt = Attempt(make_state(), group_of(), None, seed=0, number=0, snapshots=None, copies=ShardCopies())
+    attempt = Attempt(make_state(), group_of(), None, 0, Keepers(copies=ShardCopies()))
     with pytest.raises(ConfigurationError, match="called once"):
         attempt.synchronize(make_state())
 
@@ -153,7 +153,7 @@ def test_a_model_is_built_from_the_same_random_numbers_in_every_attempt() -> Non
     drawn = []
     for rank in range(2):
         group = SimpleNamespace(rank=rank, world_size=2, control=Control())
-        with Attempt(None, group, None, seed=3, number=rank, snapshots=None, copies=ShardCopies()):
+        with Attempt(None, group, None, rank, Keepers(3, copies=ShardCopies())):
             drawn.append(torch.rand(3))
     assert torch.equal(*drawn)
 
@@ -202,7 +202,7 @@ def test_a_signal_of_one_rank_ends_the_loops_of_all(tmp_path: Path, is_told: boo
     sampler = ElasticSampler(40, 4, seed=1)
     state = make_state(sampler=sampler)
     snapshots = Snapshots(tmp_path, every=1000, on_signal=signal.SIGUSR1)
-    attempt = Attempt(state, group_of(), None, seed=0, number=0, snapshots=snapshots)
+    attempt = Attempt(state, group_of(), None, 0, Keepers(snapshots=snapshots))
     loader = torch.utils.data.DataLoader(list(range(40)), batch_sampler=sampler)
     snapshots.watch()
     try:
@@ -223,7 +223,7 @@ def test_a_signal_of_one_rank_ends_the_loops_of_all(tmp_path: Path, is_told: boo
 
 
 def test_without_signals_a_step_has_no_agreement(tmp_path: Path) -> None:
-    attempt = Attempt(make_state(), group_of(), None, seed=0, number=0, snapshots=Snapshots(tmp_path, every=1000))
+    attempt = Attempt(make_state(), group_of(), None, 0, Keepers(snapshots=Snapshots(tmp_path, every=1000)))
     with attempt:
         attempt.commit()
     assert attempt.group.control.num_agreements == 0
