@@ -399,7 +399,7 @@ class _Line:
         self._words[self._at + LINE.fd] = -1
 
 
-class _Room:
+class _FreeNumbers:
     """The numbers of lines, operations and tracks of the block that are free: the smallest are used first.
 
     The compiled function looks at all numbers up to the largest one in use.
@@ -470,7 +470,7 @@ class Relay:
         self._needs_attention = False
         #: Memory for slots of later operations, by its length: to touch fresh memory takes time.
         self._memories: dict[int, Array] = {}
-        self._room = _Room()
+        self._free = _FreeNumbers()
 
     # -------------------------------------------------------------------------------------------------- connections
 
@@ -528,9 +528,9 @@ class Relay:
         line, limit = self._lines.get(connection), connection.unsent_limit
         if line is None:
             assert limit is not None
-            if not self._room.num_lines:
+            if not self._free.num_lines:
                 self._forget(next(line for line in self._lines.values() if line.is_idle))
-            number = self._room.take_line()
+            number = self._free.take_line()
             line = self._lines[connection] = _Line(connection, limit, number, self._words)
             self._words[HEAD.num_lines] = max(self._words[HEAD.num_lines], number + 1)
         return line
@@ -547,7 +547,7 @@ class Relay:
         An operation fails some time after its connection has ended, and its words name the number until then.
         """
         if not line.readers and not line.writers:
-            self._room.give_line_back(line.number)
+            self._free.give_line_back(line.number)
 
     # --------------------------------------------------------------------------------------------------- operations
 
@@ -560,7 +560,7 @@ class Relay:
 
         If it cannot, because a message is arriving from a source, nothing is read after that message.
         """
-        if not self._room.has_room_for(len(plan.rows)):
+        if not self._free.has_room_for(len(plan.rows)):
             return False
         sources, targets = map(self._comes_by, plan.sources), map(self._leaves_by, plan.targets)
         incoming = {connection for connection in sources if connection is not None}
@@ -569,7 +569,7 @@ class Relay:
             return False
         needed = incoming | outgoing
         num_idle = sum(line.is_idle and connection not in needed for connection, line in self._lines.items())
-        if len(needed.difference(self._lines)) > self._room.num_lines + num_idle:
+        if len(needed.difference(self._lines)) > self._free.num_lines + num_idle:
             return False
         if plan.is_of_blocks:  # the engine may receive the message that is arriving (``accepts``)
             return True
@@ -601,7 +601,7 @@ class Relay:
     def _add(self, task: RelayTask, comes_by: set[_Line], leaves_by: set[_Line]) -> RelayedOperation:
         """Write the words of an operation and of its tracks."""
         plan, words = task.plan, self._words
-        number, tracks = self._room.take_operation(len(plan.rows))
+        number, tracks = self._free.take_operation(len(plan.rows))
         at = w.OPERATIONS_AT + number * OPERATION.num_words
         words[at + OPERATION.is_promoted], words[at + OPERATION.has_failed] = task.order.is_promoted, 0
         words[at + OPERATION.priority], words[at + OPERATION.sequence] = task.order.priority, task.order.sequence
@@ -651,7 +651,7 @@ class Relay:
             self._memories[len(operation.memory)] = operation.memory
             if len(self._memories) > _KEPT_MAX:
                 del self._memories[next(iter(self._memories))]
-        self._room.give_operation_back(operation.number, operation.tracks)
+        self._free.give_operation_back(operation.number, operation.tracks)
         for track in operation.tracks:
             words[w.TRACKS_AT + track * TRACK.num_words + TRACK.operation] = -1
         words[HEAD.num_tracks] = 1 + max((other.tracks[-1] for other in self._operations.values()), default=-1)
