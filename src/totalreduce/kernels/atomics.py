@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, typeof_impl
 
-from totalreduce.kernels.words import Structure
+from totalreduce.foundation.words import Structure
 
 __all__ = [
     "BLOCK_BYTES",

@@ -70,8 +70,8 @@ import functools
 from collections.abc import Callable
 from typing import Final
 
+from totalreduce.foundation.words import CACHE_LINE_WORDS, Structure
 from totalreduce.kernels import machine_code
-from totalreduce.kernels.words import CACHE_LINE_WORDS, Structure
 
 __all__ = [
     "ADVANCE",

@@ -168,7 +168,7 @@ class Loaded(NamedTuple):
 def files(*names: str) -> tuple[Path, ...]:
     """Return the paths of files of this package, and of those that all compiled functions share."""
     folder = Path(__file__).parent
-    shared = ("atomics.py", "element_types.py", "elements.py", "halves.py", "machine_code.py", "words.py")
+    shared = ("atomics.py", "element_types.py", "elements.py", "halves.py", "machine_code.py", "../foundation/words.py")
     return tuple(folder / name for name in (*shared, "../foundation/types.py", *names))
 
 

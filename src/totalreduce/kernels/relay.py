@@ -47,9 +47,9 @@ from typing import Final
 import numpy as np
 
 from totalreduce.foundation.header import HEADER_BYTES
+from totalreduce.foundation.words import Structure
 from totalreduce.kernels import machine_code
 from totalreduce.kernels.arrays import Array
-from totalreduce.kernels.words import Structure
 
 __all__ = [
     "FUNCTION",

@@ -53,7 +53,7 @@ from totalreduce.foundation.errors import ConfigurationError, ProtocolError
 from totalreduce.foundation.header import HEADER_BYTES
 from totalreduce.foundation.memory_room import memory_room
 from totalreduce.foundation.os_errors import is_out_of_descriptors
-from totalreduce.kernels.words import CACHE_LINE_WORDS, Structure
+from totalreduce.foundation.words import CACHE_LINE_WORDS, Structure
 from totalreduce.transports.shm_arena import Arena
 
 __all__ = ["CARD_BYTES", "OWNER", "PEER", "Fences", "Mapping", "Outbox", "OutboxLayout", "shm_available"]

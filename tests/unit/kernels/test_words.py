@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numba import cfunc, int64
 
+from totalreduce.foundation.words import CACHE_LINE_WORDS, Structure
 from totalreduce.kernels import atomics, exchange, relay
-from totalreduce.kernels.words import CACHE_LINE_WORDS, Structure
 
 STRUCTURES = [
     *(relay.HEAD, relay.LINE, relay.TRACK, relay.OPERATION, relay.PEER, relay.ROW),
