@@ -3,33 +3,20 @@
 The accelerator is the fake one, whose copies are late and poison their destinations: ``programs/staging_cases.py``.
 """
 
-import re
 from pathlib import Path
 
 import pytest
+from fake_accelerator.asked import DeviceJob, names_of_cases
 
+pytestmark = pytest.mark.timeout(300)
 PROGRAM = Path(__file__).parent / "programs" / "staging_cases.py"
-HELPERS = Path(__file__).parents[1] / "helpers"
-CASES = re.findall(r"^@case\ndef (\w+)\(", PROGRAM.read_text(), re.MULTILINE)
-SOURCE = f"""
-import runpy
-sys.argv = [{str(PROGRAM)!r}]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
 def job(zygote, request):
-    workers = zygote.start(request.param, SOURCE, HELPERS=str(HELPERS), TOTALREDUCE_PEER_TIMEOUT_S="30")
-    missing = [worker.read("loaded", timeout_s=100.0)["missing"] for worker in workers]
-    if any(missing):
-        pytest.skip(missing[0])
-    return workers
+    return DeviceJob(zygote, PROGRAM, request.param)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", names_of_cases(PROGRAM))
 def test_case(job, name):
-    for worker in job:
-        worker.tell(name)
-    failures = [worker.read("case", timeout_s=60.0)["failure"] for worker in job]
-    assert failures == [None] * len(job), "\n".join(filter(None, failures))
+    job.run(name)

@@ -27,7 +27,8 @@ kernels compute, so that results have the bits of the CPU's. What makes it hosti
 * *Memory* is poisoned when it is taken and when it is freed, and never goes back to the system. Freed memory of a
   device waits for the stream on which it was taken and for those named by ``record_stream``. Freed pinned memory waits
   for the streams that have copied from or to its tensors; arrays that were made from such a tensor are not known,
-  as with CUDA. Memory of ``register`` (and of ``torch.fake.cudart().cudaHostRegister``) is its owner's.
+  as with CUDA. Memory of ``register`` (and of ``torch.fake.cudart().cudaHostRegister``) is its owner's. A copy from
+  or to pinned memory that is not pinned any more when the copy comes leaves poison.
 * *Synchronous as with CUDA*: copies with ``non_blocking=False``, and copies from a device to unpinned memory. A copy
   from unpinned memory with ``non_blocking=True`` takes its source at the call. ``count("unpinned")`` has the bytes of
   copies that asked for ``non_blocking`` and had unpinned memory.
@@ -82,7 +83,8 @@ class FakeAccelerator:
 
         So a race has one outcome, whatever the load of the machine: whoever waits too little for a job of these kinds
         comes before it. With each kind alone in turn, both orders of each pair are tried. A wait is one of the host
-        (``query`` counts, too), one of a job that begins, or a later kernel of the same stream. ``delays`` ends this.
+        (or 20 calls of ``query`` one after the other), of a job that begins, or of a later kernel of the same stream.
+        ``delays`` ends this.
 
         Args:
             kinds: ``"kernels"``, ``"to_device"``, ``"to_host"``, ``"between"``.

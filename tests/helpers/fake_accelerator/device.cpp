@@ -23,6 +23,7 @@
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/sparse_dim_native.h>
 #include <ATen/ops/sparse_resize_native.h>
+#include <ATen/ops/unfold_native.h>
 #include <ATen/ops/values_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/CachingDeviceAllocator.h>
@@ -47,6 +48,7 @@ namespace {
 constexpr auto kFake = c10::DeviceType::PrivateUse1;
 constexpr int kDevices = 2;
 constexpr int kStreams = 33;  // the default stream, and 32 that are given out in turn, as by CUDA's pool
+constexpr int kAskedMax = 20;
 constexpr int kPoison = 0xFF;  // NaN in each floating type, -1 in integers
 // What jobs are, and what is counted of the first three. A barrier makes a stream wait for an event.
 enum Kind { kToDevice, kToHost, kBetween, kKernel, kBarrier };
@@ -77,7 +79,10 @@ struct Queue {
   std::deque<Job> jobs;
   uint64_t enqueued = 0, finished = 0;
   uint64_t wanted = 0;  // somebody waits for so many jobs
+  uint64_t asked_at = 0;  // the last question was for so many jobs,
+  int asked = 0;          // and was asked so often
   bool has_thread = false;
+  std::condition_variable ready;  // there is a job, or it is wanted
   std::mt19937_64 random;
 };
 
@@ -96,13 +101,13 @@ struct Block {
 
 struct World {
   std::mutex mutex;
-  std::condition_variable changed;
+  std::condition_variable changed;  // a job has ended
   Queue queues[kDevices][kStreams];
   int next_stream[kDevices] = {};
   bool contexts[kDevices] = {};
   double copy_delay_s = 0, kernel_delay_s = 0;
   unsigned lazy = 0;  // bits: the kinds of jobs that begin when somebody waits for them; the others are done at once
-  std::multimap<std::pair<int, size_t>, Block*> unused;
+  std::map<std::pair<int, size_t>, std::vector<Block*>> unused;  // by device and bytes
   std::vector<Block*> freed;                 // and still used by a stream
   std::map<uintptr_t, size_t> pinned;        // by pin_memory or by register
   std::set<uintptr_t> registered;
@@ -124,7 +129,17 @@ void sweep();
 void want(Point point) {
   if (point.queue == nullptr || point.queue->wanted >= point.at) return;
   point.queue->wanted = point.at;
-  world().changed.notify_all();
+  point.queue->ready.notify_one();
+}
+
+// Whether it has passed. Only who asks the same again and again is one who waits.
+bool ask(Point point) {
+  if (point.passed()) return true;
+  Queue& queue = *point.queue;
+  queue.asked = point.at == queue.asked_at ? queue.asked + 1 : 0;
+  queue.asked_at = point.at;
+  if (queue.asked == kAskedMax) want(point);
+  return false;
 }
 
 void work(Queue* queue) {
@@ -132,7 +147,7 @@ void work(Queue* queue) {
   World& w = world();
   Lock lock(w.mutex);
   while (true) {
-    w.changed.wait(lock, [&] {
+    queue->ready.wait(lock, [&] {
       return !queue->jobs.empty() && (!queue->jobs.front().lazy || queue->wanted > queue->finished);
     });
     {
@@ -180,7 +195,7 @@ Point enqueue(Lock& lock, Queue* queue, Job job) {
     queue->has_thread = true;
     std::thread(work, queue).detach();
   }
-  w.changed.notify_all();
+  queue->ready.notify_one();
   Point point{queue, ++queue->enqueued};
   if (at_once) wait(lock, point);
   return point;
@@ -249,9 +264,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryStream(const c10::Stream& stream) const override {
     Lock lock(world().mutex);
-    Point point{queue_of(stream), queue_of(stream)->enqueued};
-    want(point);
-    return point.passed();
+    return ask({queue_of(stream), queue_of(stream)->enqueued});
   }
   void synchronizeStream(const c10::Stream& stream) const override {
     Lock lock(world().mutex);
@@ -277,9 +290,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override {
     Lock lock(world().mutex);
-    if (event == nullptr) return true;
-    want(*static_cast<Point*>(event));
-    return static_cast<Point*>(event)->passed();
+    return event == nullptr || ask(*static_cast<Point*>(event));
   }
   void synchronizeEvent(void* event) const override {
     if (event == nullptr) return;
@@ -300,7 +311,8 @@ c10::impl::DeviceGuardImplRegistrar guard(kFake, new Guard);
 void make_unused(Block* block) {
   memset(block->at, kPoison, block->bytes);
   block->used_by.clear();
-  world().unused.emplace(std::make_pair(block->device, block->bytes), block);
+  if (block->device < 0) world().pinned.erase(reinterpret_cast<uintptr_t>(block->at));
+  world().unused[{block->device, block->bytes}].push_back(block);
 }
 
 // What no stream uses any more is poisoned, and may be given out again.
@@ -318,7 +330,6 @@ void release(void* context) {
   World& w = world();
   Lock lock(w.mutex);
   if (block->device < 0) {
-    w.pinned.erase(reinterpret_cast<uintptr_t>(block->at));
     w.counts[kPinnedBytes] -= block->bytes;
   } else {
     w.device_bytes[block->device] -= block->bytes;
@@ -341,14 +352,14 @@ c10::DataPtr allocate(size_t asked, int device) {
       OutOfMemoryError, used + static_cast<int64_t>(bytes) <= w.limits[device < 0],
       device < 0 ? "fake out of pinned memory" : "fake out of memory", ": ", asked, " bytes were asked for");
   used += bytes;
-  auto found = w.unused.find({device, bytes});
+  auto& unused = w.unused[{device, bytes}];
   Block* block;
-  if (found == w.unused.end()) {
+  if (unused.empty()) {
     block = new Block{static_cast<char*>(aligned_alloc(64, bytes)), bytes, device, {}, {}};
     memset(block->at, kPoison, bytes);
   } else {
-    block = found->second;
-    w.unused.erase(found);
+    block = unused.back();  // what was freed last, so that who still uses it is seen
+    unused.pop_back();
   }
   if (device < 0) {
     w.pinned[reinterpret_cast<uintptr_t>(block->at)] = bytes;
@@ -485,11 +496,16 @@ void kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
     wait(lock, {}, op.schema().name().c_str());
   }
   Inside inside;
-  at::native::cpu_fallback(op, stack, /*error_on_views=*/true);
+  // This operator writes running statistics, and its schema does not say so.
+  static const auto batch_norm = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_native_batch_norm_legit", "");
+  bool has_statistics = op.schema().name() == "aten::native_batch_norm" && torch::jit::peek(*stack, 3, 8).isTensor() &&
+      torch::jit::peek(*stack, 3, 8).toTensor().defined();
+  at::native::cpu_fallback(has_statistics ? batch_norm : op, stack, /*error_on_views=*/true);
 }
 
 void enqueue_copy(
-    Lock& lock, Queue* queue, Kind kind, char* to, const char* from, size_t bytes, std::shared_ptr<char> kept) {
+    Lock& lock, Queue* queue, Kind kind, char* to, const char* from, size_t bytes, const void* pinned,
+    std::shared_ptr<char> kept) {
   world().counts[kind] += bytes;
   Job job{.kind = kind};
   job.poison = [=] { memset(to, kPoison, bytes); };
@@ -498,7 +514,15 @@ void enqueue_copy(
     job.poison();
     job.poison = nullptr;
   }
-  job.run = [=] { memcpy(to, from, bytes); (void)kept; };
+  job.run = [=] {
+    bool reachable = true;
+    if (pinned != nullptr) {
+      Lock lock(world().mutex);
+      reachable = is_pinned(pinned);  // unless it was freed, or unregistered
+    }
+    if (reachable) memcpy(to, from, bytes);
+    (void)kept;
+  };
   enqueue(lock, queue, std::move(job));
 }
 
@@ -520,7 +544,8 @@ void copy_host(const at::Tensor& from, const at::Tensor& to, bool non_blocking) 
   Lock lock(w.mutex);
   Queue* queue = current_queue(to_device ? to.device() : from.device());
   std::shared_ptr<char> kept;
-  if (is_pinned(host.const_data_ptr())) {
+  const void* pinned = is_pinned(host.const_data_ptr()) ? host.const_data_ptr() : nullptr;
+  if (pinned != nullptr) {
     used_by(host, queue);
   } else if (non_blocking) {
     w.counts[kUnpinned] += bytes;
@@ -533,7 +558,8 @@ void copy_host(const at::Tensor& from, const at::Tensor& to, bool non_blocking) 
     }
   }
   enqueue_copy(
-      lock, queue, to_device ? kToDevice : kToHost, static_cast<char*>(to.data_ptr()), source, bytes, std::move(kept));
+      lock, queue, to_device ? kToDevice : kToHost, static_cast<char*>(to.data_ptr()), source, bytes, pinned,
+      std::move(kept));
   if (!non_blocking) wait(lock, {queue, queue->enqueued}, "copy");
 }
 
@@ -544,7 +570,7 @@ void copy_between(const at::Tensor& from, const at::Tensor& to) {
   enqueue(lock, reads, {.kind = kBarrier, .after = {writes, writes->enqueued}});
   enqueue_copy(
       lock, reads, kBetween, static_cast<char*>(to.data_ptr()), static_cast<const char*>(from.const_data_ptr()),
-      to.numel() * to.itemsize(), nullptr);
+      to.numel() * to.itemsize(), nullptr, nullptr);
   enqueue(lock, writes, {.kind = kBarrier, .after = {reads, reads->enqueued}});
 }
 
@@ -644,6 +670,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("as_strided", &at::native::as_strided_tensorimpl);
   m.impl("view", &at::native::view);
   m.impl("_reshape_alias", &at::native::_reshape_alias);
+  m.impl("unfold", &at::native::unfold);
   m.impl("resize_", &resize);
   m.impl("set_.source_Storage_storage_offset", &set_storage);
   m.impl("set_.source_Storage", &set_whole_storage);
@@ -724,9 +751,9 @@ void fake_delays(double copy_s, double kernel_s, uint64_t seed, unsigned lazy) {
       queue.device = device;
       queue.random.seed(seed * 1000 + device * 100 + stream);
       queue.wanted = queue.enqueued;  // what was lazy until now is done
+      queue.ready.notify_one();
     }
   }
-  world().changed.notify_all();
 }
 
 void fake_limits(int64_t device_bytes, int64_t pinned_bytes) {

@@ -1,22 +1,16 @@
 """The fake accelerator of ``tests/helpers``, case by case; ``tests/processes/test_fake_accelerator.py`` asks for them.
 
-Reads names of cases from standard input, and prints for each a JSON line with the event ``case`` and the traceback, if
-it failed. The first line says why there is no fake accelerator, if there is none.
+It is started and asked by ``fake_accelerator.asked``.
 """
 
 import copy
 import io
-import json
-import os
-import sys
 import threading
-import traceback
 
+import fake_accelerator
 import pytest
 import torch
-
-sys.path.append(os.environ["HELPERS"])
-import fake_accelerator
+from fake_accelerator import asked
 
 CASES = {}
 
@@ -82,7 +76,8 @@ def torch_knows_two_devices():
 
 def trained(device, make_optimizer):
     torch.manual_seed(3)
-    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Dropout(0.3), torch.nn.Linear(4, 1))
+    layers = [torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.3), torch.nn.Linear(4, 1)]
+    model = torch.nn.Sequential(*layers)
     batches = torch.randn(3, 8, 5)
     model.to(device)
     optimizer = make_optimizer(model.parameters())
@@ -95,9 +90,9 @@ def trained(device, make_optimizer):
         model(batch.to(device)).square().mean().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
-    assert len(ready) == 3 * 4
+    assert len(ready) == 3 * 6
     assert {gradient.grad.device for gradient in ready} == {torch.device(device)}
-    return torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()])
+    return torch.cat([each.detach().cpu().flatten() for each in (*model.parameters(), *model.buffers())])
 
 
 @case
@@ -130,6 +125,7 @@ def views_types_and_indices_are_those_of_the_cpu():
         lambda t: t.clone().resize_(2, 2),
         lambda t: t.new_zeros(3).copy_(t[:3, 5]),
         lambda t: t.topk(3, dim=1).indices,
+        lambda t: t.unfold(1, 3, 2),
     ):
         assert torch.equal(change(ours).cpu(), change(theirs))
     part = ours.clone()
@@ -415,29 +411,6 @@ def contexts_are_made_by_use_and_by_leaving_a_stream():
     assert fake.contexts() == {0, 1}
 
 
-# --------------------------------------------------------------------------------------------------------------- main
-
-
-def say(event, **facts):
-    os.write(1, (json.dumps({"event": event, **facts}) + "\n").encode())
-
-
-def main():
-    """Until there are no more names."""
-    for line in sys.stdin:
-        failure = None
-        try:
-            CASES[line.strip()]()
-        except BaseException:
-            failure = traceback.format_exc()
-        say("case", failure=failure)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    try:
-        fake = fake_accelerator.load(0.0, 0.0)
-        say("loaded", missing=None)
-    except fake_accelerator.NoCompiler as error:
-        say("loaded", missing=str(error))
-    main()
+torch.set_num_threads(1)
+fake = asked.loaded()
+asked.answer(CASES)

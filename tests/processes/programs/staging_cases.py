@@ -1,22 +1,15 @@
 """Operations on tensors of the fake accelerator, case by case; ``tests/processes/test_staging.py`` asks for them.
 
-Every rank reads names of cases from standard input, and prints for each a JSON line with the event ``case`` and the
-traceback, if it failed. The first line says why there is no fake accelerator, if there is none.
+It is started and asked by ``fake_accelerator.asked``.
 """
 
 import gc
-import json
 import logging
-import os
-import sys
 import threading
-import traceback
 
 import pytest
 import torch
-
-sys.path.append(os.environ["HELPERS"])
-import fake_accelerator
+from fake_accelerator import asked
 
 import totalreduce as tr
 
@@ -315,23 +308,7 @@ def no_context_on_a_device_that_is_not_used():
     assert sum("stager" in name for name in threads) <= 1
 
 
-def main():
-    for line in sys.stdin:
-        fake.delays(0.005, 0.001, seed=rank)
-        failure = None
-        try:
-            CASES[line.strip()]()
-        except BaseException:
-            failure = traceback.format_exc()
-        print(json.dumps({"event": "case", "failure": failure}), flush=True)
-
-
-try:
-    fake, absence = fake_accelerator.load(0.005, 0.001), None
-except fake_accelerator.NoCompiler as error:
-    absence = str(error)
-print(json.dumps({"event": "loaded", "missing": absence}), flush=True)
-if absence is None:
-    group = tr.init()
-    rank, size = group.rank, group.world_size
-    main()
+fake = asked.loaded()
+group = tr.init()
+rank, size = group.rank, group.world_size
+asked.answer(CASES, begin=lambda: fake.delays(0.005, 0.001, seed=rank))
