@@ -113,7 +113,7 @@ class _Slots:
     def _give_up_idle(self) -> None:
         oldest = self._takes - _TAKES_MAX
         for size, slots in self._free.items():
-            self._free[size] = [slot for slot in slots if slot.taken >= oldest or not _has_ended(slot.read)]
+            self._free[size] = [slot for slot in slots if slot.taken >= oldest]
 
     def _make(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         try:
@@ -138,10 +138,6 @@ def _slot_bytes(num_bytes: int) -> int:
     """Return the size of the slot for a tensor: at most an eighth larger, and at least a page."""
     step = max(_PAGE, 1 << max(0, num_bytes.bit_length() - 4))
     return max(1, math.ceil(num_bytes / step)) * step
-
-
-def _has_ended(event: torch.Event | None) -> bool:
-    return event is None or event.query()
 
 
 def _runtime(device: torch.device) -> Any:
@@ -178,7 +174,8 @@ class _DeviceCopies:
         self.device = device
         self.outgoing, self.incoming = new_stream(device), new_stream(device)
         self._lock = threading.Lock()
-        #: Memory of the device into which a result is copied, the end of the copy, and the slots that it reads.
+        #: Memory of the device into which a result is copied, the end of the copy, and the slots that it reads, which
+        #: are kept until then.
         self._arriving: list[tuple[int, int, torch.Event, Sequence[_Slot]]] = []
 
     @contextlib.contextmanager
@@ -504,6 +501,7 @@ class Staging:
                 self._places[job.place] -= 1
                 if not self._places[job.place]:
                     del self._places[job.place]
+            del job  # not while the thread waits: it has the tensors
 
 
 @final
