@@ -172,7 +172,8 @@ class Operations:
         runner.home.check()
         if self.closed:
             self._check_open()
-        if (operands is not None and operands.staged is not None) or self._is_behind(submission):
+        is_staged = operands is not None and operands.staged is not None
+        if is_staged or (self.staging.jobs and self._is_behind(submission)):
             return self._start_staged(submission, operands, results, patience_s)
         if operands is None:
             handle = runner.submit(submission)
@@ -190,7 +191,7 @@ class Operations:
 
     def _is_behind(self, submission: Submission) -> bool:
         """Return whether an operation of this name, or another one without a name, waits for its tensors."""
-        return bool(self.staging.jobs) and self.staging.holds(_place(submission))
+        return self.staging.holds(_place(submission))
 
     def _start_staged(
         self, submission: Submission, operands: Operands | None, results: torch.Tensor | None, patience_s: float
