@@ -27,20 +27,14 @@ class Comparison:
     held_out_single: float
     first_loss: float
     last_loss_distributed: float
-    last_loss_single: float
-    """Mean of the last steps, at most ten."""
-    largest_difference: float
-    """Over the training loss of every step and the held-out loss."""
-    replicas_equal: bool
-    """Whether all ranks ended with bit-identical parameters."""
+    last_loss_single: float  #: Mean of the last steps, at most ten
+    largest_difference: float  #: Over the training loss of every step and the held-out loss
+    replicas_equal: bool  #: Whether all ranks ended with bit-identical parameters
     step_s_distributed: float
-    step_s_single: float
-    """Medians."""
+    step_s_single: float  #: Medians
     tokens_per_step: int
-    bytes_sent_per_step: float
-    """Sent by one rank, on average over ranks and steps."""
-    hidden_share: float
-    """Lowest of the ranks."""
+    bytes_sent_per_step: float  #: Sent by one rank, on average over ranks and steps
+    hidden_share: float  #: Lowest of the ranks
     parameters: int
 
     def problem(self) -> str | None:

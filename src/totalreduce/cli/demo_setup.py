@@ -32,24 +32,20 @@ _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 class DemoSettings:
     """One training, as a worker reads it from a file. The model has about 0.8 million parameters."""
 
-    folder: str
-    """Where ``text.txt`` is, where the results go and where the launcher listens for progress."""
-    num_ranks: int
-    """Ranks whose batches make up the batch of a step, also where one process takes all of it."""
-    distributed: bool
-    """Whether the ranks share the work, or one process without communication does it all."""
+    folder: str  #: Where ``text.txt`` is, where the results go and where the launcher listens for progress
+    num_ranks: int  #: Ranks whose batches make up the batch of a step, also where one process takes all of it
+    distributed: bool  #: Whether the ranks share the work, or one process without communication does it all
     num_steps: int
     seed: int
-    timeline: str | None = None
-    """Folder of the ranks' timelines."""
+    timeline: str | None = None  #: Folder of the ranks' timelines
     batch_per_rank: int = 4
     context: int = 64
     width: int = 128
     num_layers: int = 4
     num_heads: int = 4
     learning_rate: float = 1.5e-3
+    #: Small, so that a small model has several buckets whose communication overlaps with backward.
     bucket_bytes: int = 512 * 1024
-    """Small, so that a small model has several buckets whose communication overlaps with backward."""
 
     def save(self, path: Path) -> None:
         """Write as JSON."""

@@ -23,8 +23,7 @@ class Lookup(enum.Enum):
 
     HIT = enum.auto()
     MISS = enum.auto()
-    INVALID = enum.auto()
-    """The cache has the name, but with another description."""
+    INVALID = enum.auto()  #: The cache has the name, but with another description
 
 
 def bits_of(mask: int) -> Iterator[int]:

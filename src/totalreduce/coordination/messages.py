@@ -35,24 +35,15 @@ STATUS_BITS = 2
 class Kind(enum.IntEnum):
     """The kinds of messages."""
 
-    VOTE = 1
-    """A bit vector, to be combined with *and*."""
-    INVALID = 2
-    """A bit vector, to be combined with *or*."""
-    REQUESTS = 3
-    """The uncached requests of a rank and of the ranks below it in the tree. Towards rank 0."""
-    RESPONSES = 4
-    """The answer of rank 0 to the requests of all ranks. Away from rank 0."""
-    QUESTION = 5
-    """Names of late operations: which of them has the receiver submitted?"""
-    ANSWER = 6
-    """The names among those of a question that the sender has submitted."""
-    ABORT = 7
-    """The agreement has ended for good."""
-    LEAVE = 8
-    """The sender has closed the agreement in good order, and takes part no more."""
-    BEGIN = 9
-    """A cycle has begun. Votes say it, too, but a rank that has left passes no votes on."""
+    VOTE = 1  #: A bit vector, to be combined with *and*
+    INVALID = 2  #: A bit vector, to be combined with *or*
+    REQUESTS = 3  #: The uncached requests of a rank and of the ranks below it in the tree. Towards rank 0.
+    RESPONSES = 4  #: The answer of rank 0 to the requests of all ranks. Away from rank 0.
+    QUESTION = 5  #: Names of late operations: which of them has the receiver submitted?
+    ANSWER = 6  #: The names among those of a question that the sender has submitted
+    ABORT = 7  #: The agreement has ended for good
+    LEAVE = 8  #: The sender has closed the agreement in good order, and takes part no more
+    BEGIN = 9  #: A cycle has begun. Votes say it, too, but a rank that has left passes no votes on.
 
 
 def encode(kind: Kind, cycle: int, round_: int = 0, *, bits: int | None = None, value: Any = None) -> bytes:

@@ -111,14 +111,12 @@ class CycleTimer:
 
     Operations are collected for ``CoordinationConfig.cycle_s``, so that they share a cycle. A cycle begins at once when
     a caller is blocked, or when the collected tensors fill a fusion buffer.
-
-    Attributes:
-        has_news: Whether this rank has something to say since the last cycle began.
     """
 
     def __init__(self, config: CoordinationConfig) -> None:
         self._config = config
-        self.has_news = self._is_urgent = False
+        self.has_news = False  #: Whether this rank has something to say since the last cycle began.
+        self._is_urgent = False
         self._num_bytes = 0
         self._not_before = 0.0
 

@@ -70,20 +70,7 @@ _RANKS_MAX = 62
 
 @final
 class _Plan:
-    """What the lane computes once for a layout whose operations it takes.
-
-    Attributes:
-        block: The words of an operation's block that do not change.
-        is_whole: Whether the operation is exchanged as a whole, and not in pieces.
-        is_short: Whether the rank that begins the operation looks for the others for a moment.
-        ranks: The ranks of the operation.
-        peers: For every rank: the index of its first word in the block.
-        has_blocks: Whether the operation has a buffer for each rank.
-        publishes: Whether the other ranks read anything of this rank.
-        bytes_sent: The bytes that the other ranks read of this rank's memory.
-        bytes_received: The bytes that this rank reads of theirs.
-        stage_classes: The classes of which an operation may have a stage.
-    """
+    """What the lane computes once for a layout whose operations it takes."""
 
     __slots__ = (
         "_adds",
@@ -107,28 +94,32 @@ class _Plan:
         """``fetched``: memory for what the lane reads from other processes."""
         signature, itemsize, size = layout.signature, layout.dtype.itemsize, len(layout.ranks)
         count, blocks = signature.num_elements, signature.sizes
-        self.ranks, self.has_blocks = layout.ranks, bool(blocks)
+        self.ranks, self.has_blocks = layout.ranks, bool(blocks)  #: Whether it has a buffer for each rank.
         me = self._me = layout.ranks.index(rank)
         if signature.kind in _ROOTED:
             blocks = tuple(count if index == signature.root else 0 for index in range(size))
         adds = self._adds = signature.kind not in _GATHERINGS
         published = self._published = (count if adds else blocks[me]) * itemsize
-        self.publishes = published > 0
+        self.publishes = published > 0  #: Whether the other ranks read anything of this rank.
         gathers = signature.kind not in _SCATTERINGS
         # Other ranks read the blocks of a reduce-scatter one after the other; each block of a gathering lies apart.
         offsets = list(itertools.accumulate(blocks[:-1], initial=0)) if adds else [0] * size
         self._offsets = [offset * itemsize for offset in offsets]
         num_lanes = 1 if blocks else layout.num_lanes
         largest_part = max(blocks) if blocks else _divide_up(_divide_up(count, num_lanes), size)
+        #: Whether the operation is exchanged as a whole, and not in pieces.
         self.is_whole = board.is_whole((count if adds else largest_part) * itemsize, size)
         is_whole = self.is_whole
         piece = board.piece_bytes(size) // itemsize
         lane_rounds = 1 if is_whole else max(1, _divide_up(largest_part, piece))
         self._sums = np.empty(exchange.COUNTED * max(itemsize, DType.FLOAT32.itemsize), np.uint8)
+        #: The words of an operation's block that do not change.
         block = self.block = np.zeros(exchange.block_words(size), np.int64)
         rounds = lane_rounds * (1 if is_whole else num_lanes)
+        #: Whether the rank that begins the operation looks for the others for a moment.
         self.is_short = is_whole or (rounds == 1 and count * itemsize <= _SHORT_BYTES_MAX)
         board.fill(block, size, largest_part * itemsize if rounds == 1 else None)
+        #: The classes of which an operation may have a stage.
         self.stage_classes = board.classes(2 * published if is_whole else int(block[HEAD.stage_bytes]))
         block[HEAD.ranks], block[HEAD.me] = size, me
         block[HEAD.adds], block[HEAD.gathers], block[HEAD.is_cut] = adds, gathers, not blocks
@@ -144,11 +135,13 @@ class _Plan:
         block[HEAD.fetched] = fetched.ctypes.data
         text = layout.expectation.packed + repr(layout.ranks).encode()
         block[HEAD.signature] = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+        #: For every rank the index of its first word in the block.
         self.peers = [exchange.ORDER + size * size + index * PEER.num_words for index in range(size)]
         self._fill_peers(boards, blocks, offsets)
         if adds:
             self._fill_order(layout)
         own, everything, others = (blocks[me] if blocks else 0) * itemsize, count * itemsize, size - 1
+        #: The bytes that the other ranks read of this rank's memory, and this rank of theirs (``bytes_received``).
         if not blocks:
             self.bytes_sent = others * everything if is_whole else 2 * others * everything // size
             self.bytes_received = self.bytes_sent

@@ -51,8 +51,7 @@ class Handle:
         self._finished, self.works = True, ()
         return self._result
 
-    __call__ = wait
-    """Horovod's handles of sparse tensors are called."""
+    __call__ = wait  #: Horovod's handles of sparse tensors are called
 
 
 def poll(handle: Handle) -> bool:

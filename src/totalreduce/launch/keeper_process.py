@@ -84,13 +84,7 @@ KeeperEvent = RankSuspected | RankWaits | ValuesRefused | JobBegun | JobFinished
 
 @final
 class KeeperProcess:
-    """The launcher's side of the keeper. If the keeper is lost, another one is started.
-
-    Attributes:
-        pid: The id of the process.
-        starts: How often it was started again.
-        is_lost: Whether the process has ended, and no other one has been started yet.
-    """
+    """The launcher's side of the keeper. If the keeper is lost, another one is started."""
 
     def __init__(
         self, prefix: Sequence[str], address: str, port: int, num_seats: int, environment: Mapping[str, str]
@@ -110,7 +104,7 @@ class KeeperProcess:
         #: What a new store must have, and the launcher knows.
         self._known: dict[str, Any] = {"first_epoch": 1, "ended": {}, "begun": False, "finished": False}
         self._due, self._pause_s, self._look_at = 0.0, _PAUSE_S, 0.0
-        self.starts = 0
+        self.starts = 0  #: How often it was started again.
         self._start()
 
     def _start(self) -> None:
@@ -121,7 +115,8 @@ class KeeperProcess:
             env=self._environment,
             start_new_session=True,
         )
-        self.pid, self.is_lost, self._unread = self._process.pid, False, b""
+        self.pid, self._unread = self._process.pid, b""
+        self.is_lost = False  #: Whether the process has ended, and no other one has been started yet.
         os.set_blocking(self.output.fileno(), False)
 
     @property

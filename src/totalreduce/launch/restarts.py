@@ -111,25 +111,21 @@ class RecoveryOptions:
 
 @final
 class Restarts:
-    """Decides which workers are started again, and which must be ended because others have lost them.
-
-    Attributes:
-        incarnations: By seat: how often the worker was started again; -1 if it was not started at all.
-        left: The number of restarts that are left.
-        has_begun: Whether the ranks have decided on the first epoch.
-    """
+    """Decides which workers are started again, and which must be ended because others have lost them."""
 
     def __init__(self, options: RecoveryOptions, seats: Seats) -> None:
         """Begin with a policy, and the seats of the job."""
         num_seats = seats.count
         self._options, self._later = options, set(range(num_seats)).difference(seats.first)
+        #: By seat: how often the worker was started again; -1 if it was not started at all.
         self.incarnations = [-1] * num_seats
-        self.left = options.restarts
+        self.left = options.restarts  #: The number of restarts that are left.
         self._started_at = [0.0] * num_seats
         self._pauses = [_PAUSE_S] * num_seats
         self._due: dict[int, float] = {}  #: By seat of a worker that has failed: when it is started again.
         self._vacant: set[int] = set()  #: Seats that wait for a slot: nothing has failed there.
-        self.has_begun = self._has_finished = False
+        self.has_begun = False  #: Whether the ranks have decided on the first epoch.
+        self._has_finished = False
         self._accused: dict[int, set[int]] = {}  #: By epoch: the ranks that were accused.
 
     @property

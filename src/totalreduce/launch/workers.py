@@ -134,12 +134,6 @@ class Worker:
     """A started worker, leader of a session and process group of its own.
 
     A worker that has ended is not reaped before :meth:`finish`, so that the id of its process group stays its own.
-
-    Attributes:
-        rank: Rank of the worker.
-        host: The name of its host in the list of hosts.
-        process: Its process.
-        exit_descriptor: Readable when it has ended; ``None`` if the kernel is too old (before 5.3) for it.
     """
 
     def __init__(self, start: Start, stdout: Target, stderr: Target, *, host: str = "localhost") -> None:
@@ -156,7 +150,8 @@ class Worker:
             )
         except OSError as error:
             raise ConfigurationError(f"cannot start {start.command[0]!r}: {describe_error(error)}") from error
-        self.rank, self.host = start.rank, host
+        self.rank, self.host = start.rank, host  #: Its rank, and the name of its host in the list of hosts.
+        #: Readable when it has ended; ``None`` if the kernel is too old (before 5.3) for it.
         self.exit_descriptor = _pidfd(self.process.pid)
         self._started_at = time.monotonic()
         self._oom_kills, self._is_out_of_memory = oom_kills(), False

@@ -39,24 +39,17 @@ class PlannedReductions(Protocol):
 
 @final
 class PlannedReduction:
-    """One reduction of a round (see ``work.PendingOperation``). A thread that waits for the result completes it.
-
-    Attributes:
-        name: The name of the operation.
-        round: The number of the round, from 1.
-        number: The number of reductions that the stream had started before.
-        submitted_at: Time of the submission, like the other times on the engine's clock, in seconds.
-        started_at: Time when the library was called: all earlier reductions of the plan were started before.
-        ended_at: Time when a thread saw that the library had ended.
-    """
+    """One reduction of a round (see ``work.PendingOperation``). A thread that waits for the result completes it."""
 
     operation = None
 
     def __init__(self, name: str, round_: int, tensor: torch.Tensor, op: ReduceOp) -> None:
-        self.name, self.round, self.tensor, self.op = name, round_, tensor, op
-        self.submitted_at = time.monotonic()
-        self.started_at = self.ended_at = 0.0
-        self.number = -1
+        self.name, self.round, self.tensor, self.op = name, round_, tensor, op  #: Rounds are numbered from 1.
+        self.submitted_at = time.monotonic()  #: On the engine's clock, as the other times.
+        #: When the library was called: all earlier reductions of the plan were started before.
+        self.started_at = 0.0
+        self.ended_at = 0.0  #: When a thread saw that the library had ended.
+        self.number = -1  #: The number of reductions that the stream had started before.
         self.work: NativeWork | None = None
         self.finished = False
         self.error: BaseException | None = None

@@ -28,16 +28,12 @@ _log = logging.getLogger(__name__)
 class TrainingReport:
     """The state of a training."""
 
-    step: int
-    """Finished steps."""
-    loss: float
-    """Loss of the latest step whose loss is known."""
-    tokens_per_s: float
-    """Of all ranks together."""
-    sent_bytes: int | None = None
-    """Bytes that one rank has sent so far; ``None`` if nothing is communicated."""
+    step: int  #: Finished steps
+    loss: float  #: Loss of the latest step whose loss is known
+    tokens_per_s: float  #: Of all ranks together
+    sent_bytes: int | None = None  #: Bytes that one rank has sent so far; ``None`` if nothing is communicated
+    #: Share of the communication during which no caller was blocked, 0 to 1; ``None`` if not known.
     hidden_share: float | None = None
-    """Share of the communication during which no caller was blocked, 0 to 1; ``None`` if not known."""
 
     def describe(self) -> str:
         """Return all but the step, as one phrase."""

@@ -110,10 +110,8 @@ class _Descriptor:
 
 class _Piece(NamedTuple):
     data: memoryview
-    size: int
-    """The number of bytes of the caller, which are the last ones. Before them, a line may be ended."""
-    since: float
-    """When it was to be written."""
+    size: int  #: The number of bytes of the caller, which are the last ones. Before them, a line may be ended.
+    since: float  #: When it was to be written
 
     @property
     def rest(self) -> bytes:

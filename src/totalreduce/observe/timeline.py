@@ -42,13 +42,12 @@ class _Operation(NamedTuple):
     name: str
     iteration: int
     submitted: float
+    #: The ends of its parts. Each part begins where the one before ends; the last ends with the operation.
     ends: tuple[float, ...]
-    """The ends of its parts. Each part begins where the one before ends; the last ends with the operation."""
     done: float
     outcome: str
     sizes: Event
-    native: str = ""
-    """The collective, if a native library carried it out."""
+    native: str = ""  #: The collective, if a native library carried it out
 
     def parts(self) -> tuple[str, ...]:
         """Return the names of the parts: as many as ``ends``, or more if no byte arrived or left."""

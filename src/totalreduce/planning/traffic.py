@@ -6,15 +6,17 @@ blocks are scaled up afterwards: a block is long if it grows with the gradient, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from totalreduce.sparse.actions import Action, Allgather, Allreduce, Alltoall, Broadcast, Exchange, Messages
+from totalreduce.sparse.common import watched
 from totalreduce.testing.lockstep import run_exchanges
 
 if TYPE_CHECKING:
@@ -224,32 +226,17 @@ def _kept(exchange: Exchange, results: list[Any], rank: int) -> Generator[Action
 
 def script_of(exchanges: Sequence[Exchange]) -> Script:
     """Run the exchanges of all ranks to their end; return what they sent."""
-    rows: list[list[Action]] = [[] for _ in exchanges]
-    sizes: list[list[list[int]]] = [[] for _ in exchanges]
-    watched = [_watched(exchange, rows[rank], sizes[rank], len(exchanges)) for rank, exchange in enumerate(exchanges)]
-    run_exchanges(watched)
-    return list(_rounds(rows, sizes))
+    rows: list[list[tuple[Action, list[int]]]] = [[] for _ in exchanges]
+
+    def note(row: list[tuple[Action, list[int]]], action: Action) -> None:
+        row.append((action, _sizes_of(action, len(exchanges))))
+
+    run_exchanges([watched(exchange, partial(note, row)) for exchange, row in zip(exchanges, rows, strict=True)])
+    return [_round_of(ranks[0][0], [sizes for _, sizes in ranks]) for ranks in zip(*rows, strict=True)]
 
 
-def _rounds(rows: Sequence[Sequence[Action]], sizes: Sequence[Sequence[list[int]]]) -> Iterator[Round]:
-    """Yield the actions of all ranks, from their actions and the sizes of what they sent."""
-    for index, action in enumerate(rows[0]):
-        root = action.root if isinstance(action, Broadcast) else 0
-        yield Round(type(action), [row[index] for row in sizes], root)
-
-
-def _watched(
-    exchange: Exchange, actions: list[Action], sizes: list[list[int]], world_size: int
-) -> Generator[Action, Any, Any]:
-    reply = None
-    while True:
-        try:
-            action = exchange.send(reply)
-        except StopIteration as stop:
-            return stop.value
-        actions.append(action)
-        sizes.append(_sizes_of(action, world_size))
-        reply = yield action
+def _round_of(action: Action, sends: list[list[int]]) -> Round:
+    return Round(type(action), sends, action.root if isinstance(action, Broadcast) else 0)
 
 
 def _sizes_of(action: Action, world_size: int) -> list[int]:

@@ -18,11 +18,7 @@ __all__ = ["Joining"]
 
 @final
 class Joining(Unfinished):
-    """The part of one rank in rounds for which it has no gradients, from its ``join`` until all ranks have joined.
-
-    Attributes:
-        skipped_steps: The number of these rounds whose gradients were not finite on some rank.
-    """
+    """The part of one rank in rounds for which it has no gradients, from its ``join`` until all ranks have joined."""
 
     advice = "this rank has announced that it has no more data: repeat join() until it returns"
     advice_on_backward = INTERRUPTED_ROUND
@@ -31,7 +27,8 @@ class Joining(Unfinished):
     def __init__(self, group: Group, name: str, rounds: Round) -> None:
         """``rounds``: none is in flight, and the first of its reducers has at least one bucket of dense gradients."""
         self._group, self._name, self._round = group, name, rounds
-        self._num_rounds = self.skipped_steps = 0
+        self._num_rounds = 0
+        self.skipped_steps = 0  #: The number of these rounds whose gradients were not finite on some rank.
         self._last: Work | None = None
 
     def finish(self) -> int:

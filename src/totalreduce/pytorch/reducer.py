@@ -139,16 +139,7 @@ class _RoundState:
 
 @never_compiled
 class Reducer(GradientReducer):
-    """The buckets of one plan.
-
-    Attributes:
-        watch: Notices that the program changes gradients which are still this rank's own.
-        buckets: The buckets, by index.
-        names: The names of their operations. Timelines and stall reports show them, so they have parameters' names.
-        active_ranks: The ranks with data in the last round, in ascending order.
-        round: The number of rounds that were opened.
-        resubmissions: The number of buckets that were sent twice.
-    """
+    """The buckets of one plan."""
 
     readiness: BucketReadiness
 
@@ -164,7 +155,9 @@ class Reducer(GradientReducer):
         forbid_missing: bool,
     ) -> None:
         self._group, self._arithmetic = group, arithmetic
-        self.parameters, self.watch = parameters, ChangeWatch(parameters, [spec.name for spec in specs])
+        self.parameters = parameters
+        #: Notices that the program changes gradients which are still this rank's own.
+        self.watch = ChangeWatch(parameters, [spec.name for spec in specs])
         wire = WireFormat(
             group.rank,
             group.world_size,
@@ -175,13 +168,16 @@ class Reducer(GradientReducer):
         self.buckets = [Bucket(spec, parameters, specs, self._empty, wire) for spec in plan]
         for index, bucket in enumerate(reversed(self.buckets)):
             bucket.priority = index
+        #: Timelines and stall reports show the names of operations, so they have parameters' names.
         self.names = [f"{name}.bucket{bucket.spec.index}[{_ends(bucket)}]" for bucket in self.buckets]
         self._stream = group.planned(self.names)
         self.readiness = BucketReadiness([spec.members for spec in plan])
         self._state = _RoundState()
+        #: The ranks with data in the last round, in ascending order.
         self.active_ranks = tuple(range(group.world_size))
         self._postscale = 1.0
-        self.round = self.resubmissions = 0
+        self.round = 0  #: The number of rounds that were opened.
+        self.resubmissions = 0  #: The number of buckets that were sent twice.
 
     def set_priorities(self, priorities: Mapping[int, int]) -> None:
         """Set the priorities of buckets.

@@ -204,14 +204,10 @@ class BucketReadiness:
 class Phase(enum.Enum):
     """The state of a round, which says what may happen next to the gradients."""
 
-    LOCAL = enum.auto()
-    """No gradient of this round has left; ``step()`` opens and closes a round."""
-    OPEN = enum.auto()
-    """Gradients may be in flight, and more may come."""
-    CLOSED = enum.auto()
-    """All gradients are in flight, and were not waited for."""
-    SYNCHRONISED = enum.auto()
-    """Gradients are reduced and installed; ``step()`` does not communicate any more."""
+    LOCAL = enum.auto()  #: No gradient of this round has left; ``step()`` opens and closes a round
+    OPEN = enum.auto()  #: Gradients may be in flight, and more may come
+    CLOSED = enum.auto()  #: All gradients are in flight, and were not waited for
+    SYNCHRONISED = enum.auto()  #: Gradients are reduced and installed; ``step()`` does not communicate any more
 
 
 @final

@@ -28,16 +28,12 @@ class Call(enum.Enum):
 
     BACKWARD = enum.auto()
     SYNCHRONIZE = enum.auto()
-    STEP = enum.auto()
-    """``step()``"""
-    STEP_WITH_CLOSURE = enum.auto()
-    """``step(closure)``"""
+    STEP = enum.auto()  #: ``step()``
+    STEP_WITH_CLOSURE = enum.auto()  #: ``step(closure)``
     ZERO_GRAD = enum.auto()
     JOIN = enum.auto()
-    PLAN = enum.auto()
-    """``replan()`` and ``add_param_group()``"""
-    RESIDUALS = enum.auto()
-    """``flush_residuals()``, ``residual_state_dict()`` and ``load_residual_state_dict()``"""
+    PLAN = enum.auto()  #: ``replan()`` and ``add_param_group()``
+    RESIDUALS = enum.auto()  #: ``flush_residuals()``, ``residual_state_dict()`` and ``load_residual_state_dict()``
 
 
 class Unfinished:

@@ -83,15 +83,7 @@ def ended_early() -> RecoveryError:
 
 @final
 class Epochs:
-    """The epochs of one process in a job whose ranks can be replaced. One thread uses it.
-
-    Attributes:
-        assembly: This process in the decisions on the members.
-        has_state: Whether this process has the state of the job: it has entered an epoch.
-        group: The group that was formed last. The first one is formed by ``begin``.
-        left_at: The time of day, in seconds, at which it has left the last group; before that, the time of its begin.
-        left_because: Why it has left the last group.
-    """
+    """The epochs of one process in a job whose ranks can be replaced. One thread uses it."""
 
     def __init__(
         self,
@@ -118,7 +110,9 @@ class Epochs:
             leave: Ends the present group, if there is one, so that the other ranks learn the reason. By default it
                 closes the group that was formed last.
         """
-        self.assembly, self.has_state = assembly, False
+        self.assembly = assembly  #: This process in the decisions on the members.
+        self.has_state = False  #: Whether this process has the state of the job: it has entered an epoch.
+        #: The time of day, in seconds, at which it has left the last group, and why; before that, of its begin.
         self.left_at, self.left_because = time.time(), "the job began"
         self._form, self._level, self._version = form, level, version
         self._prepare, self._check_end = prepare, check_end
@@ -127,7 +121,7 @@ class Epochs:
 
     @property
     def group(self) -> Group:
-        """See the attribute."""
+        """The group that was formed last. The first one is formed by ``begin``."""
         assert self._group is not None
         return self._group
 

@@ -55,12 +55,7 @@ class Entry(Generic[Result]):
 
 @final
 class ReplayLog(Generic[Result]):
-    """The results of the calls since the last checkpoint that one rank keeps.
-
-    Attributes:
-        version: The version after which the calls follow.
-        position: The number of calls whose results the program of this rank has.
-    """
+    """The results of the calls since the last checkpoint that one rank keeps."""
 
     def __init__(self, rank: int, world_size: int, *, result_copies: int, bytes_max: int) -> None:
         """Begin without a result.
@@ -72,7 +67,8 @@ class ReplayLog(Generic[Result]):
                 number of ranks is no multiple of it, some results are kept on more ranks.
             bytes_max: The most bytes of all results since a checkpoint. A new process gets all of them.
         """
-        self.version = self.position = 0
+        self.version = 0  #: The version after which the calls follow.
+        self.position = 0  #: The number of calls whose results the program of this rank has.
         self._world_size = world_size
         self._round = max(world_size // result_copies, 1)
         self._place = rank % self._round

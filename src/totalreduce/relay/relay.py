@@ -252,19 +252,12 @@ class RelayedOperation(Carriage):
 
 @final
 class _Line:
-    """A connection that the relay uses.
-
-    Attributes:
-        connection: The connection.
-        number: Its number in the words.
-        readers: How many operations receive by it.
-        writers: How many operations send by it.
-        leaving: A copy of what had not left of a message when its operation failed, until the message has left.
-    """
+    """A connection that the relay uses."""
 
     def __init__(self, connection: Connection, limit: UnsentLimit, number: int, words: memoryview) -> None:
-        self.connection, self.number = connection, number
-        self.readers = self.writers = 0
+        self.connection, self.number = connection, number  #: Its number in the words.
+        self.readers = self.writers = 0  #: How many operations receive by it, and send by it.
+        #: A copy of what had not left of a message when its operation failed, until the message has left.
         self.leaving: memoryview | None = None
         self._window = np.empty(_WINDOW_BYTES, np.uint8)
         self._words = words

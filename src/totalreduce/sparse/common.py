@@ -21,7 +21,7 @@ from totalreduce.sparse.session import BucketShape, Report, Update
 from totalreduce.sparse.settings import DensitySettings, TopkSettings
 from totalreduce.sparse.threshold import magnitude
 
-__all__ = ["BaseSession", "GatheringSession", "TopkSession", "counted"]
+__all__ = ["BaseSession", "GatheringSession", "TopkSession", "counted", "watched"]
 
 T = TypeVar("T")
 S = TypeVar("S", bound=DensitySettings)
@@ -130,10 +130,8 @@ class GatheringSession(TopkSession[_Topk]):
         return greetings, gathered
 
 
-def counted(
-    exchange: Generator[Action, Any, T], rank: int, world_size: int, report: Report
-) -> Generator[Action, Any, T]:
-    """Run an exchange, and add its bytes to the report."""
+def watched(exchange: Generator[Action, Any, T], note: Callable[[Action], None]) -> Generator[Action, Any, T]:
+    """Run an exchange; ``note`` is called with each of its actions."""
     reply = None
     while True:
         try:
@@ -141,10 +139,21 @@ def counted(
         except StopIteration as stop:
             result: T = stop.value
             return result
+        note(action)
+        reply = yield action
+
+
+def counted(
+    exchange: Generator[Action, Any, T], rank: int, world_size: int, report: Report
+) -> Generator[Action, Any, T]:
+    """Run an exchange, and add its bytes to the report."""
+
+    def note(action: Action) -> None:
         sent, received = _payload(action, rank, world_size)
         report.sent_bytes += sent
         report.received_bytes += received
-        reply = yield action
+
+    return watched(exchange, note)
 
 
 def _payload(action: Action, rank: int, world_size: int) -> tuple[int, int]:

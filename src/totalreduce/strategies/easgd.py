@@ -14,7 +14,7 @@ import numpy as np
 
 from totalreduce.codecs.codec import Codec, check_codec, load_kernels
 from totalreduce.foundation import checks
-from totalreduce.strategies.strategy import Pending, Replica, Strategy, mean_of
+from totalreduce.strategies.strategy import Pending, Replica, Strategy, StrategySession, mean_of
 
 __all__ = ["EASGD", "EASGDSession"]
 
@@ -50,7 +50,7 @@ class EASGD(Strategy):
 
 
 @final
-class EASGDSession:
+class EASGDSession(StrategySession):
     """The session of EASGD."""
 
     def __init__(self, settings: EASGD, replica: Replica, rank: int, world_size: int) -> None:
@@ -63,10 +63,6 @@ class EASGDSession:
         self._centre = replica.read(self._tensors)
         self._rest = np.zeros_like(self._centre)
         self._pulled = np.empty(0, self._centre.dtype)  #: While ranks and centre move: where this rank moves to.
-
-    def exchanges_gradients(self) -> bool:
-        """Gradients are never exchanged."""
-        return False
 
     def ends_exchange(self) -> bool:
         """Whether a period ends with the next step."""

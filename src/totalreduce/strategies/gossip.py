@@ -21,7 +21,7 @@ import numpy as np
 from totalreduce.foundation import checks
 from totalreduce.kernels.arrays import Array
 from totalreduce.sparse.actions import Action, Messages
-from totalreduce.strategies.strategy import Pending, Replica, Strategy, mean_of
+from totalreduce.strategies.strategy import Pending, Replica, Strategy, StrategySession, mean_of
 
 __all__ = ["Gossip", "GossipSession", "partners"]
 
@@ -80,7 +80,7 @@ def partners(settings: Gossip, number: int, rank: int, world_size: int) -> tuple
 
 
 @final
-class GossipSession:
+class GossipSession(StrategySession):
     """The session of gossip."""
 
     def __init__(self, settings: Gossip, replica: Replica, rank: int, world_size: int) -> None:
@@ -100,10 +100,6 @@ class GossipSession:
         nothing = np.zeros(sum(replica.sizes) + 1, replica.dtype)
         #: The messages of the last exchanges, of which some may be under way.
         self._messages = deque([nothing] * num_under_way, maxlen=num_under_way)
-
-    def exchanges_gradients(self) -> bool:
-        """Gradients are never exchanged."""
-        return False
 
     def ends_exchange(self) -> bool:
         """Whether an exchange that began with the end of a period is due."""

@@ -23,7 +23,7 @@ from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.partition import balanced_range
 from totalreduce.kernels.arrays import Array
-from totalreduce.strategies.strategy import Pending, Replica, Strategy, mean_of
+from totalreduce.strategies.strategy import Pending, Replica, Strategy, StrategySession, mean_of
 
 __all__ = ["DiLoCo", "HeavyBall", "Nesterov", "OuterOptimizer", "OuterSession", "SlowMo"]
 
@@ -196,7 +196,7 @@ class _Fragment:
 
 
 @final
-class OuterSession:
+class OuterSession(StrategySession):
     """The session of DiLoCo and SlowMo."""
 
     def __init__(self, settings: DiLoCo, replica: Replica, rank: int, world_size: int) -> None:
@@ -213,10 +213,6 @@ class OuterSession:
         self._fragments = [
             _Fragment(replica, *bounds, overlaps=overlaps, adds_progress=self._adds_progress) for bounds in ranges
         ]
-
-    def exchanges_gradients(self) -> bool:
-        """Gradients are never exchanged."""
-        return False
 
     def ends_exchange(self) -> bool:
         """Whether the exchange of a fragment is due after the next step."""

@@ -90,6 +90,7 @@ class StrategySession(Protocol):
 
         ``tr.recoverable`` relies on it that such steps come before all others.
         """
+        return False
 
     def ends_exchange(self) -> bool:
         """Whether the next step ends with an exchange, or applies the result of one. Gradients do not count.

@@ -28,7 +28,7 @@ from totalreduce.foundation.errors import ProtocolError
 from totalreduce.kernels import ahead
 from totalreduce.kernels.arrays import Array
 from totalreduce.sparse.actions import Action, Allgather
-from totalreduce.strategies.strategy import Pending, Replica, Strategy
+from totalreduce.strategies.strategy import Pending, Replica, Strategy, StrategySession
 
 __all__ = ["Strom", "StromSession"]
 
@@ -79,7 +79,7 @@ class Strom(Strategy):
 
 
 @final
-class StromSession:
+class StromSession(StrategySession):
     """The session of Strom's method."""
 
     def __init__(self, settings: Strom, replica: Replica, rank: int, world_size: int) -> None:
@@ -94,10 +94,6 @@ class StromSession:
         #: The messages of the last steps, of which some may be under way, each with its threshold.
         nothing = (self._take(settings.threshold) for _ in range(settings.overlap))
         self._messages = deque(nothing, maxlen=settings.overlap)
-
-    def exchanges_gradients(self) -> bool:
-        """Gradients are never exchanged."""
-        return False
 
     def ends_exchange(self) -> bool:
         """An exchange begins after each step, and its result is applied ``overlap`` steps later."""

@@ -18,13 +18,10 @@ class Barriers:
 
     The other ranks count such a barrier, so this rank must not submit another one in its place: the next call waits for
     the same barrier. Some of these barriers may have ended meanwhile.
-
-    Attributes:
-        numbers: Numbers for the barriers that are submitted.
     """
 
     def __init__(self) -> None:
-        self.numbers = itertools.count()
+        self.numbers = itertools.count()  #: Numbers for the barriers that are submitted.
         self._late: deque[Work] = deque()
 
     def wait(self, submit: Callable[[], Work], timeout_s: float) -> Work:

@@ -59,19 +59,12 @@ _TAKES_MAX: Final = 4096
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """Pinned host memory for one tensor of one operation at a time.
-
-    Attributes:
-        memory: The bytes.
-        owner: The tensor of which operation it was made or taken for last.
-        read: The end of the last copy out of it.
-        taken: The number of the take.
-    """
+    """Pinned host memory for one tensor of one operation at a time."""
 
     memory: torch.Tensor
-    owner: Hashable
-    read: torch.Event | None = None
-    taken: int = 0
+    owner: Hashable  #: The tensor of which operation it was made or taken for last.
+    read: torch.Event | None = None  #: The end of the last copy out of it.
+    taken: int = 0  #: The number of the take.
 
 
 @final
@@ -390,14 +383,11 @@ class Staging:
         name: The name of the thread.
         allocate: Returns shared memory of a number of bytes as an array of uint8; ``None`` if there is none.
         wait: Waits for a handle of the engine, at most some seconds (``Runner.wait``).
-
-    Attributes:
-        slots: The pinned memory.
-        jobs: The operations that are to be submitted; others only ask whether there are any.
     """
 
     def __init__(self, name: str, allocate: Callable[[int], Any], wait: Callable[[Handle, float], None]) -> None:
-        self.slots = _Slots(allocate)
+        self.slots = _Slots(allocate)  #: The pinned memory.
+        #: The operations that are to be submitted; others only ask whether there are any.
         self.jobs: deque[_Job] = deque()
         self._name, self._wait = name, wait
         self._devices: dict[torch.device, _DeviceCopies] = {}

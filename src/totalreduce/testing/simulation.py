@@ -110,28 +110,18 @@ class _Rank:
 
 @dataclass
 class SimulatedCluster:
-    """A job in virtual time.
-
-    Attributes:
-        network: The network and the clock.
-        validates: Whether to check an engine's invariants after each of its events.
-        reduce_bytes_per_s: Speed of additions.
-        compute_jitter: Additions take up to this share longer, at random.
-        hosts: Number of the host of every rank; by default each has its own. Unless the network has hosts, too, it is
-            the same for all.
-        bulk_apart: Whether bulk has links of its own, as over TCP, so that other messages overtake it.
-        reports: Stall reports of all ranks.
-        submissions: What every rank has submitted, or will submit.
-    """
+    """A job in virtual time."""
 
     network: SimulatedNetwork
     config: EngineConfig = field(default_factory=EngineConfig)
-    validates: bool = True
-    reduce_bytes_per_s: float = 4e9
-    compute_jitter: float = 0.0
+    validates: bool = True  #: Whether to check an engine's invariants after each of its events.
+    reduce_bytes_per_s: float = 4e9  #: Speed of additions.
+    compute_jitter: float = 0.0  #: Additions take up to this share longer, at random.
+    #: Number of the host of every rank; by default each has its own. Unless the network has hosts, too, it is the same
+    #: for all.
     hosts: Sequence[int] | None = None
-    bulk_apart: bool = False
-    reports: list[tuple[int, str]] = field(default_factory=list)
+    bulk_apart: bool = False  #: Whether bulk has links of its own, as over TCP, so that other messages overtake it.
+    reports: list[tuple[int, str]] = field(default_factory=list)  #: Stall reports of all ranks.
 
     def __post_init__(self) -> None:
         """Make one engine per rank."""
@@ -142,6 +132,7 @@ class SimulatedCluster:
             if self.bulk_apart:
                 endpoint.engine.outbox.bulk_peers = frozenset(range(len(self.ranks))) - {rank}
             endpoint.engine.telling.connected = lambda: everybody
+        #: What every rank has submitted, or will submit.
         self.submissions: list[list[TimedSubmission]] = [[] for _ in self.ranks]
 
     def submit(self, rank: int, submission: TimedSubmission) -> None:

@@ -94,12 +94,7 @@ class UnsentLimit:
 
 @final
 class _SendingHalf:
-    """The sending half of a connection.
-
-    Attributes:
-        writable: Whether the socket may take bytes.
-        is_lent: Whether a message of the relay is half-way out: nothing may be sent here before its end.
-    """
+    """The sending half of a connection."""
 
     def __init__(
         self,
@@ -117,7 +112,8 @@ class _SendingHalf:
             limit: Lets long messages into the socket as a whole; ``None``: in parts.
             counts_tell: ``send`` sends fewer bytes than it was given only where the socket is full.
         """
-        self.writable = False  # until the epoll object says so
+        self.writable = False  #: Whether the socket may take bytes; the epoll object says so.
+        #: Whether a message of the relay is half-way out: nothing may be sent here before its end.
         self.is_lent = False
         self._limit = limit
         self._send, self._pulse, self._counts_tell = send, pulse, counts_tell

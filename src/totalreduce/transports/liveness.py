@@ -27,16 +27,12 @@ _OWN_SHARE_MIN = 0.75
 
 @final
 class Pulse:
-    """The times of the last messages from and to a peer.
-
-    Attributes:
-        heard_at: When something last came from the peer, in seconds.
-        spoke_at: When something last left for the peer, in seconds.
-    """
+    """The times of the last messages from and to a peer."""
 
     __slots__ = ("heard_at", "spoke_at")
 
     def __init__(self, now: float) -> None:
+        #: When something last came from the peer, and last left for it, in seconds.
         self.heard_at = self.spoke_at = now
 
     def silence_s(self, now: float) -> float:

@@ -271,16 +271,7 @@ def _check_limits(num_bytes: int, num_ranks: int = 1) -> None:
 
 @final
 class Outbox:
-    """This rank's memory.
-
-    Attributes:
-        layout: The offsets of its parts.
-        fences: The fences of this machine.
-        fd: To be given to the peers; sealed, so that no process can shrink the file that the peers have mapped.
-        view: The entire memory.
-        words: The memory without the arena, as words.
-        arena: Memory for tensors.
-    """
+    """This rank's memory."""
 
     def __init__(self, layout: OutboxLayout) -> None:
         """Allocate and map the memory.
@@ -293,6 +284,7 @@ class Outbox:
         size = layout.total_bytes
         _check_limits(size)
         try:
+            #: To be given to the peers; sealed, so that no process can shrink the file that the peers have mapped.
             self.fd = os.memfd_create("totalreduce", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
             if is_out_of_descriptors(error):
@@ -315,12 +307,12 @@ class Outbox:
             ) from error
         with contextlib.suppress(OSError):  # older kernels: the peers map it for reading anyway
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
-        self.view = memoryview(memory)
+        self.view = memoryview(memory)  #: The entire memory.
         # Page faults of these parts happen now and not while messages wait. A large piece or a stage of the board has
         # them when it is first used: many jobs never use most of these, which are nine tenths of the memory.
         np.frombuffer(self.view[: layout.prepared_bytes], np.uint8)[::_PAGE] = 0
-        self.words = self.view[:size].cast("Q")
-        self.arena = Arena(self.fd, self.view, size)
+        self.words = self.view[:size].cast("Q")  #: The memory without the arena.
+        self.arena = Arena(self.fd, self.view, size)  #: Memory for tensors.
 
     def close(self) -> None:
         """Close the file. The memory is freed with the last view of it."""

@@ -68,18 +68,13 @@ def listen(address: str) -> socket.socket:
 
 @final
 class _Poller:
-    """An epoll object, its events, and a pipe by which other threads end a wait.
-
-    Attributes:
-        epoll: The epoll object.
-        events: (descriptor, events), in the order in which they came. Any thread that waits appends to it.
-        wake_fd: The reading end of the pipe.
-    """
+    """An epoll object, its events, and a pipe by which other threads end a wait."""
 
     def __init__(self) -> None:
         self.epoll = select.epoll()
+        #: (descriptor, events), in the order in which they came. Any thread that waits appends to it.
         self.events: deque[tuple[int, int]] = deque()
-        self.wake_fd, self._wake_write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.wake_fd, self._wake_write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  #: The ends of the pipe.
         self._lock = threading.Lock()
         self.epoll.register(self.wake_fd, select.EPOLLIN)
 

@@ -112,20 +112,17 @@ class TlsCredentials:
 
 @final
 class TlsChannel:
-    """One end of a TLS connection over a non-blocking socket.
-
-    Attributes:
-        ready: Whether the TLS handshake is complete.
-        trusted: Whether the other end has proved that it knows the job's key; the owner sets it. Until then a TLS error
-            is an ``AuthenticationError``, afterwards the end of the connection.
-    """
+    """One end of a TLS connection over a non-blocking socket."""
 
     def __init__(self, sock: socket.socket, credentials: TlsCredentials, *, other: str, accepting: bool) -> None:
         """Prepare a channel over a socket, which need not be connected yet.
 
         ``other`` is the name of the other end in errors; ``accepting``: the other end has opened the connection.
         """
-        self.ready = self.trusted = False
+        self.ready = False  #: Whether the TLS handshake is complete.
+        #: Whether the other end has proved that it knows the job's key; the owner sets it. Until then a TLS error is an
+        #: ``AuthenticationError``, afterwards the end of the connection.
+        self.trusted = False
         self._sock, self._credentials, self._other, self._accepting = sock, credentials, other, accepting
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = credentials.wrap(self._incoming, self._outgoing, accepting=accepting)

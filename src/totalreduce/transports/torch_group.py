@@ -64,19 +64,16 @@ def _receive(group: dist.ProcessGroup, peer: int, data: np.ndarray[Any, Any], ta
 
 @final
 class _Sender:
-    """Slots and bodies on their way to one peer, kept until the peer has read them.
-
-    Attributes:
-        messages: Messages that the peer has not released: the operations and memory of a body, or an empty list.
-        bodies_left: Bodies that the peer has received and that were not reported yet.
-    """
+    """Slots and bodies on their way to one peer, kept until the peer has read them."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
         self._group, self._peer = group, peer
         self._slots_sent = 0
         self._slots: deque[tuple[Any, np.ndarray[Any, Any]]] = deque()
+        #: Messages that the peer has not released: the operations and memory of a body, or an empty list.
         self.messages: deque[list[Any]] = deque()
-        self._messages_over = self._bodies_sent = self.bodies_left = 0
+        self._messages_over = self._bodies_sent = 0
+        self.bodies_left = 0  #: Bodies that the peer has received and that were not reported yet.
 
     def send_slot(self, head: bytes, kind: int, slots_read: int, released: int) -> None:
         """Send a head with the counters of the other direction, or the counters alone."""
