@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from totalreduce.recovery.state import State
     from totalreduce.recovery.stream import ElasticStream
     from totalreduce.server.dense import ParameterServer
+    from totalreduce.server.served import Async, Eager, Quorum, SoftSync, StaleSynchronous
     from totalreduce.sparse.auto import Auto
     from totalreduce.sparse.coded import Coded
     from totalreduce.sparse.dense import Dense
@@ -91,7 +92,6 @@ if TYPE_CHECKING:
     from totalreduce.strategies.easgd import EASGD
     from totalreduce.strategies.gossip import Gossip
     from totalreduce.strategies.outer import DiLoCo, HeavyBall, Nesterov, SlowMo
-    from totalreduce.strategies.served import Async, Eager, Quorum, SoftSync, StaleSynchronous
     from totalreduce.strategies.strom import Strom
     from totalreduce.tensors.work import Work
 
@@ -99,7 +99,7 @@ __version__ = VERSION
 
 _HOMES = {
     "AdasumOptimizer": "pytorch.adasum",
-    "Async": "strategies.served",
+    "Async": "server.served",
     "AsyncGossip": "strategies.async_gossip",
     "Attempt": "recovery.attempts",
     "AuthenticationError": "foundation.errors",
@@ -114,7 +114,7 @@ _HOMES = {
     "DiLoCo": "strategies.outer",
     "DistributedOptimizer": "pytorch.optimizer",
     "EASGD": "strategies.easgd",
-    "Eager": "strategies.served",
+    "Eager": "server.served",
     "ElasticSampler": "recovery.sampler",
     "ElasticStream": "recovery.stream",
     "EngineConfig": "foundation.config",
@@ -144,7 +144,7 @@ _HOMES = {
     "PostLocalSGD": "strategies.averaging",
     "PowerSGD": "sparse.powersgd",
     "ProtocolError": "foundation.errors",
-    "Quorum": "strategies.served",
+    "Quorum": "server.served",
     "RecoveryError": "foundation.errors",
     "RefusedError": "foundation.errors",
     "ReduceOp": "foundation.types",
@@ -155,8 +155,8 @@ _HOMES = {
     "SharedTopk": "sparse.shared",
     "SlowMo": "strategies.outer",
     "Snapshots": "recovery.snapshots",
-    "SoftSync": "strategies.served",
-    "StaleSynchronous": "strategies.served",
+    "SoftSync": "server.served",
+    "StaleSynchronous": "server.served",
     "SlowWorkersError": "foundation.errors",
     "StallError": "foundation.errors",
     "State": "recovery.state",

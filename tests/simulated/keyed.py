@@ -166,7 +166,7 @@ class World:
         return len(self.finished | self.to_come) == self.num_workers
 
     def quiet(self) -> bool:
-        idle = all(client is None or client.is_idle for client in self.clients)
+        idle = all(client is None or not client.awaited_servers for client in self.clients)
         return idle and all(process.server.is_finished for process in self.processes.values())
 
     def watch_clocks(self) -> None:

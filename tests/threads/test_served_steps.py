@@ -18,8 +18,9 @@ from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededEr
 from totalreduce.groups.group import Group
 from totalreduce.pytorch.intervals import Interval
 from totalreduce.pytorch.optimizer import DistributedOptimizer
-from totalreduce.pytorch.served_steps import shares_of
-from totalreduce.strategies.served import Async, Eager, Quorum, ServedStrategy, SoftSync, StaleSynchronous
+from totalreduce.server.served import Async, Eager, Quorum, SoftSync, StaleSynchronous
+from totalreduce.server.served_steps import ServedStrategy
+from totalreduce.server.shares import shares_of
 from totalreduce.testing import run_ranks
 
 SIZES = [2, 3, pytest.param(4, marks=pytest.mark.slow)]
@@ -400,7 +401,7 @@ def test_an_optimizer_of_parts_does_what_one_of_whole_parameters_does(kind: str)
                 optimizer.step()
             optimizer.strategy_steps.finish()
             state = optimizer.strategy_steps.state()
-            parts = sum(len(share) for share in optimizer.strategy_steps._shares)
+            parts = sum(len(share) for share in optimizer.strategy_steps._shares.parts)
             optimizer.close()
         return [parameter.detach().clone() for parameter in model.parameters()], state["optimizer"], parts
 

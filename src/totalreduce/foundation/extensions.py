@@ -25,18 +25,20 @@ T = TypeVar("T")
 class Extensions(Mapping[str, T], Generic[T]):
     """The items of one kind by name. An item of another package is imported when it is first asked for."""
 
-    def __init__(self, kind: str, group: str, built_in: Mapping[str, T], check: Callable[[str, object], T]) -> None:
+    def __init__(
+        self, kind: str, group: str, built_in: Mapping[str, T | EntryPoint], check: Callable[[str, object], T]
+    ) -> None:
         """Begin with the items of this package.
 
         Args:
             kind: What the items are, for errors: ``"sparse method"``.
             group: The group of entry points in which other packages declare theirs.
-            built_in: The items of this package.
+            built_in: The items of this package; an entry point stands for one whose module is above that of the caller.
             check: Returns its second argument, an item with the name of the first, if that is of the right type;
                 raises ``ConfigurationError`` otherwise.
         """
         self._kind, self._group, self._check = kind, group, check
-        self._items: dict[str, T] = dict(built_in)
+        self._items: dict[str, T | EntryPoint] = dict(built_in)
         self._built_in = frozenset(built_in)
         self._declared: dict[str, EntryPoint] | None = None
         self._names: tuple[str, ...] | None = None
@@ -44,9 +46,9 @@ class Extensions(Mapping[str, T], Generic[T]):
     def __getitem__(self, name: str) -> T:
         """Return an item. Raises ``ConfigurationError``."""
         item = self._items.get(name)
-        if item is not None:
-            return item
-        entry = self._entries().get(name)
+        entry = self._entries().get(name) if item is None else item
+        if not isinstance(entry, EntryPoint | None):
+            return entry
         if entry is None:
             nearest = did_you_mean(name, self)
             raise ConfigurationError(
@@ -59,7 +61,8 @@ class Extensions(Mapping[str, T], Generic[T]):
             raise ConfigurationError(
                 f"{self._kind} {name!r} of {source} cannot be imported from {entry.value}: {error!r}"
             ) from error
-        return self._items.setdefault(name, self._check(name, loaded))
+        checked = self._items[name] = self._check(name, loaded)
+        return checked
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over ``names``."""
@@ -111,7 +114,7 @@ def classes_of_settings(kind: str, group: str, built_in: Iterable[Any]) -> Exten
     Args:
         kind: As for ``Extensions``; so is ``group``.
         group: The group of entry points.
-        built_in: The classes of this package.
+        built_in: The classes of this package, or their entry points.
     """
 
     def check(name: str, item: object) -> Callable[..., Any]:

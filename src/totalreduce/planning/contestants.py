@@ -121,8 +121,8 @@ def _consistency(text: str, name: object, tau: int) -> Any:
 def takes_own_steps(contestant: Contestant, world_size: int) -> bool:
     """Return whether ranks may take different numbers of steps, as no rank waits for the slowest one in each step."""
     from totalreduce.server.dense import ParameterServer
+    from totalreduce.server.served_steps import ServedStrategy
     from totalreduce.strategies.async_gossip import AsyncGossip
-    from totalreduce.strategies.served import ServedStrategy
 
     known = strategies()
     make = known.get(contestant.name)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import numpy as np
 import torch
 
-from totalreduce.foundation.errors import DeadlineExceededError
+from totalreduce.foundation.errors import DeadlineExceededError, GroupClosed
 from totalreduce.foundation.forking import HomeProcess
 from totalreduce.foundation.types import ReduceOp
+from totalreduce.groups.group import Group
+from totalreduce.kernels.arrays import Array
 from totalreduce.pytorch.replica import ModelReplica, check_equal
-from totalreduce.pytorch.served_steps import Sent
 from totalreduce.pytorch.stepping import StrategySteps
 from totalreduce.strategies.async_gossip import AsyncGossip, GossipNode
 from totalreduce.strategies.strategy import TrainingOfRank
@@ -27,6 +29,27 @@ _QUESTIONS, _ANSWERS = 0, 1
 _LOOK_S = 0.05
 #: How long the end of the thread is waited for.
 _END_S = 5.0
+
+
+@final
+class _Sent:
+    """Messages that have not left yet, whose memory must stay."""
+
+    def __init__(self) -> None:
+        self._works: deque[tuple[Work, torch.Tensor]] = deque()
+
+    def send(self, group: Group, message: Array, to: int, tag: int) -> None:
+        """Send a message, uint8, which nobody changes from now on.
+
+        Raises the error of an earlier message that could not be sent.
+        """
+        block = torch.from_numpy(message)
+        self._works.append((group.send(block, dst=to, tag=tag), block))
+        while self._works and self._works[0][0].done():
+            ended, _ = self._works.popleft()
+            error = ended.exception()
+            if error is not None and not isinstance(error, GroupClosed):
+                raise error
 
 
 @final
@@ -51,7 +74,7 @@ class GossipSteps(StrategySteps):
         self._group = group.control.subgroup(range(group.world_size), name=f"{training.name}.gossip")
         self._everything = range(len(self._replica.sizes))
         self._node = GossipNode(strategy, group.rank, group.world_size, self._replica.read(self._everything))
-        self._lock, self._sent = threading.Lock(), Sent()
+        self._lock, self._sent = threading.Lock(), _Sent()
         self._awaited: tuple[Work, torch.Tensor] | None = None
         self._finals: list[Work] = []  #: Of ``finish``: that all ranks call it, the average, and that all have it.
         self._error: BaseException | None = None

@@ -21,7 +21,11 @@ __all__ = ["ModelReplica", "check_equal"]
 
 @final
 class ModelReplica:
-    """The trained parameters of a model as a ``Replica``."""
+    """The trained parameters of a model as a ``Replica``.
+
+    Attributes:
+        parameters: The parameters.
+    """
 
     def __init__(
         self,
@@ -37,7 +41,7 @@ class ModelReplica:
         odd = [parameter.dtype for parameter in parameters if not parameter.dtype.is_floating_point]
         if odd:
             raise ConfigurationError(f"a strategy averages floating-point parameters, and one is of {odd[0]}")
-        self._parameters, self._optimizer = list(parameters), optimizer
+        self.parameters, self._optimizer = list(parameters), optimizer
         self._sizes = [parameter.numel() for parameter in parameters]
         wide = any(parameter.dtype == torch.float64 for parameter in parameters)
         self._dtype = dtype or np.dtype(np.float64 if wide else np.float32)
@@ -55,7 +59,7 @@ class ModelReplica:
     @property
     def num_frozen(self) -> int:
         """The number of parameters that require no gradients any more."""
-        return sum(not parameter.requires_grad for parameter in self._parameters)
+        return sum(not parameter.requires_grad for parameter in self.parameters)
 
     @property
     def learning_rate(self) -> float:
@@ -65,16 +69,16 @@ class ModelReplica:
 
     def read(self, tensors: Sequence[int]) -> Array:
         """Return a copy of the elements of these parameters."""
-        return self._flat([self._parameters[tensor] for tensor in tensors])
+        return self._flat([self.parameters[tensor] for tensor in tensors])
 
     def write(self, tensors: Sequence[int], values: Array) -> None:
         """Set the elements of these parameters."""
-        self._set([self._parameters[tensor] for tensor in tensors], values)
+        self._set([self.parameters[tensor] for tensor in tensors], values)
 
     def read_range(self, begin: int, end: int) -> Array:
         """Return a copy of a range of elements of all parameters, which lie one behind the other."""
         parts = parts_of_range(self._sizes, begin, end)
-        return self._flat([self._parameters[tensor].detach().reshape(-1)[first:last] for tensor, first, last in parts])
+        return self._flat([self.parameters[tensor].detach().reshape(-1)[first:last] for tensor, first, last in parts])
 
     def write_range(self, begin: int, values: Array) -> None:
         """Set a range of elements."""
@@ -85,7 +89,7 @@ class ModelReplica:
         """Set parts of parameters: a parameter's number, the first element, and that behind the last one."""
         done = 0
         for tensor, first, last in parts:
-            parameter = self._parameters[tensor]
+            parameter = self.parameters[tensor]
             elements = parameter.reshape(-1)  # a copy where the memory has another order than the elements
             elements[first:last].copy_(torch.from_numpy(values[done : done + last - first]))
             if elements.data_ptr() != parameter.data_ptr():
@@ -106,14 +110,14 @@ class ModelReplica:
 
     def holds(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Whether these are the parameters."""
-        return len(parameters) == len(self._parameters) and all(map(operator.is_, parameters, self._parameters))
+        return len(parameters) == len(self.parameters) and all(map(operator.is_, parameters, self.parameters))
 
     def _state(self) -> list[tuple[str, torch.Tensor]]:
         """Return names and tensors, in the order of parameters and names. Ranks may lack those of some parameters."""
         state = self._optimizer.state
         return [
             (f"{number}.{name}", value)
-            for number, parameter in enumerate(self._parameters)
+            for number, parameter in enumerate(self.parameters)
             for name, value in sorted(state.get(parameter, {}).items())
             if isinstance(value, torch.Tensor) and value.dtype.is_floating_point
         ]

@@ -14,7 +14,6 @@ from totalreduce.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from totalreduce.strategies.async_gossip import AsyncGossip
-    from totalreduce.strategies.served import ServedStrategy
 
 __all__ = ["Training"]
 
@@ -37,14 +36,6 @@ class Training:
         from totalreduce.pytorch.local_steps import LocalSteps
 
         return LocalSteps(strategy, self)
-
-    def by_servers(self, strategy: ServedStrategy) -> StrategySteps:
-        """Return steps in which each rank is the server of a share of the parameters. Collective."""
-        from totalreduce.pytorch.served_steps import ServedSteps, SynchronousSteps
-
-        if strategy.is_synchronous(self.group.world_size):
-            return SynchronousSteps(strategy, self.optimizer)
-        return ServedSteps(strategy, self)
 
     def by_gossip(self, strategy: AsyncGossip) -> StrategySteps:
         """Return steps between which pairs of ranks exchange parameters. Collective."""

@@ -468,9 +468,9 @@ class Client:
         return request.call.is_done
 
     @property
-    def is_idle(self) -> bool:
-        """Whether all requests were answered."""
-        return all(queue.oldest is None for queue in self._queues.values())
+    def awaited_servers(self) -> list[int]:
+        """The servers that have not answered all requests."""
+        return sorted({queue.server for queue in self._queues.values() if queue.oldest is not None})
 
     def slow_workers(self) -> dict[int, int]:
         """Return the workers for which requests wait, with their smallest clocks, as servers have told last."""

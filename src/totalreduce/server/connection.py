@@ -420,7 +420,8 @@ class Connection:
             slow = self._client.slow_workers()
             if slow:
                 raise SlowWorkersError(call.clock, slow, patience_s)
-        raise DeadlineExceededError(f"servers have not answered a call within {patience_s:g} s")
+            servers = self._client.awaited_servers
+        raise DeadlineExceededError(f"rank(s) {servers}, servers, have not answered a call within {patience_s:g} s")
 
     def _start(
         self, kind: Kind, keys: Keys, values: Values | None, out: Values | None, options: PushOptions = _PLAIN

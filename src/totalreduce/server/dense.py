@@ -30,7 +30,6 @@ from totalreduce.kernels import quantisation
 from totalreduce.pytorch.deferred import DeferredUpdates
 from totalreduce.pytorch.replica import ModelReplica, check_equal
 from totalreduce.pytorch.round import RoundGuard
-from totalreduce.pytorch.served_steps import SynchronousSteps, observations
 from totalreduce.pytorch.stepping import StrategySteps
 from totalreduce.server.arriving import ArrivingBuckets, await_all
 from totalreduce.server.clocks import Consistency, Sequential
@@ -39,6 +38,7 @@ from totalreduce.server.connection import Connection, ServerStatistics, Ticket
 from totalreduce.server.early import EarlyBuckets
 from totalreduce.server.optimizers import Optimizer, Replace, Sum
 from totalreduce.server.rows import WIDTH, ModelRows
+from totalreduce.server.served_steps import SynchronousSteps, observations
 from totalreduce.server.torch_rule import Torch
 from totalreduce.strategies.strategy import Strategy, TrainingOfRank
 from totalreduce.tensors.compilation import never_compiled
@@ -530,8 +530,7 @@ class ServerSteps(StrategySteps):
 
     def trains(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Whether the strategy trains these parameters."""
-        mine = self._rows.parameters
-        return len(mine) == len(parameters) and all(a is b for a, b in zip(mine, parameters, strict=True))
+        return self._rows.holds(parameters)
 
     def finish(self) -> None:
         """Wait until all ranks have called this, and take over the final parameters. Collective.

@@ -11,8 +11,9 @@ import atexit
 import contextlib
 import queue
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Literal, final
 
@@ -190,12 +191,20 @@ class Driver:
                 if is_done:
                     self.lock.notify_all()
             return
+        self._send(self.server.take(source, message, time.monotonic()))
+
+    def _tick(self) -> None:
+        """Have the server do what is due."""
+        self._send(self.server.tick(time.monotonic()))
+
+    def _send(self, messages: Iterable[tuple[int, Message]]) -> None:
+        """Send what the server has to send; handle what is for this rank."""
         remote = []
-        for target, answer in self.server.take(source, message):
+        for target, message in messages:
             if target == self.server.rank:
-                self._handle(target, answer)
+                self._handle(target, message)
             else:
-                remote.append((target, answer))
+                remote.append((target, message))
         if remote:
             self.messenger.send(remote)
 
@@ -217,9 +226,15 @@ class Driver:
             self._leave()
 
     def _next_event(self, patience_s: float | None) -> Callable[[], None]:
-        """Wait for the next event; now and then, it is a look for processes that want to join."""
+        """Wait for the next event; now and then, it is a look for processes that want to join, or the server is due."""
         if self._renewal is not None and self.state != "ended" and self._renewal.has_newcomers():
             return partial(self._renew, "other processes join")
+        due = self.server.due()
+        if due is not None:
+            left_s = due - time.monotonic()
+            if left_s <= 0:
+                return self._tick
+            patience_s = left_s if patience_s is None else min(patience_s, left_s)
         try:
             return self._events.get(timeout=patience_s)
         except queue.Empty:
@@ -244,7 +259,7 @@ class Driver:
     def _end_if_all_is_done(self) -> None:
         """Say goodbye when this worker has finished, and so have all workers of this server; end when all have."""
         with self.lock:
-            if self.state == "closing" and self.client.is_idle and self.server.is_finished:
+            if self.state == "closing" and not self.client.awaited_servers and self.server.is_finished:
                 self.state = "silent"
                 self.messenger.say_goodbye()
             if self.state == "silent" and not self.messenger.talking:
@@ -271,7 +286,7 @@ class Driver:
             self.messenger.close()
         place = self._renewal.renew(reason)
         if place is None:
-            if self.state == "open" or not self.client.is_idle:
+            if self.state == "open" or self.client.awaited_servers:
                 raise ended_early()
             self.state = "ended"
             return

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from typing import Final, final
+from typing import Final, Self, final
 
 import numpy as np
 
@@ -67,6 +67,19 @@ class Layout:
                 node = (node + 1) % len(nodes)
             self.owners[index] = nodes[node][1]
             room[nodes[node][1]] -= 1
+
+    @classmethod
+    def of_ranges(cls, begins: Sequence[int], owners: Sequence[int]) -> Self:
+        """Return the layout of given ranges.
+
+        Args:
+            begins: The first key of each range, ascending, and the number of keys.
+            owners: The shard of each range.
+        """
+        layout = cls.__new__(cls)
+        layout.num_keys, layout.shards = begins[-1], tuple(sorted(set(owners)))
+        layout.begins, layout.owners = np.array(begins, np.int64), np.array(owners, np.int64)
+        return layout
 
     @property
     def digest(self) -> str:

@@ -191,6 +191,7 @@ class Spec:
         dtype: The type of the values.
         codec: Encodes what is pushed; ``None``: nothing does.
         table: A number that distinguishes this table from others with other settings.
+        piece_bytes: A request and an answer have at most so many bytes of keys, and of values, unless one key has more.
     """
 
     num_keys: int
@@ -198,6 +199,7 @@ class Spec:
     dtype: np.dtype[Any]
     codec: Codec | None = None
     table: int = 0
+    piece_bytes: int = _PIECE_BYTES_MAX
 
     @cached_property
     def key_dtype(self) -> np.dtype[Any]:
@@ -207,7 +209,7 @@ class Spec:
     @cached_property
     def keys_max(self) -> int:
         """The number of keys that a request may be about."""
-        return max(1, _PIECE_BYTES_MAX // max(self.width * self.dtype.itemsize, self.key_dtype.itemsize))
+        return max(1, self.piece_bytes // max(self.width * self.dtype.itemsize, self.key_dtype.itemsize))
 
     @cached_property
     def value_bytes_max(self) -> int:

@@ -39,7 +39,9 @@ class _Unsent:
     Answers alone are counted: the memory of requests is the program's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, answer_bytes_max: int) -> None:
+        """``answer_bytes_max``: the largest size of the values of an answer."""
+        self._max = max(_UNSENT_BYTES_MAX, 2 * answer_bytes_max)
         self._lock = threading.Lock()
         self._num_bytes: Counter[int] = Counter()
 
@@ -47,9 +49,9 @@ class _Unsent:
         """Count a message to a rank; raise ``ProtocolError`` if this is too much."""
         with self._lock:
             self._num_bytes[rank] += message.num_bytes
-            if self._num_bytes[rank] > _UNSENT_BYTES_MAX:
+            if self._num_bytes[rank] > self._max:
                 raise ProtocolError(
-                    f"rank {rank} asks for values and does not receive them: more than {_UNSENT_BYTES_MAX} bytes of "
+                    f"rank {rank} asks for values and does not receive them: more than {self._max} bytes of "
                     "answers wait"
                 )
 
@@ -112,7 +114,7 @@ class Messenger:
         self._waiting_lock = threading.Lock()
         #: By seat and number of a request: the memory for the values of its answer.
         self._rooms: dict[tuple[int, int], Array] = {}
-        self._unsent = _Unsent()
+        self._unsent = _Unsent(spec.value_bytes_max)
         self.talking = set(self._incoming)
         self.num_bytes: Counter[str] = Counter()
 

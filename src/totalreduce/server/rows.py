@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, final
 
@@ -35,6 +36,10 @@ class ModelRows:
         counts = [-(-parameter.numel() // WIDTH) for parameter in parameters]
         self.begins: list[int] = [0, *np.cumsum(counts).tolist()]
         self.count: int = self.begins[-1]
+
+    def holds(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        """Return whether these are the parameters."""
+        return len(parameters) == len(self.parameters) and all(map(operator.is_, parameters, self.parameters))
 
     def empty(self) -> Array:
         """Return zeros for all parameters, of shape (rows, width)."""

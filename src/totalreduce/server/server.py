@@ -13,11 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from totalreduce.foundation.errors import ProtocolError
 from totalreduce.server.messages import LISTS_BYTES_MAX, Form, Header, Kind, Lru, Message, list_bytes
 from totalreduce.server.shard import Reply, Request, Shard
+
+if TYPE_CHECKING:
+    from totalreduce.server.gathering import Gathering
 
 __all__ = ["Server"]
 
@@ -72,6 +75,8 @@ class Server:
         self.rank = rank
         self._copies: dict[int, _Copy] = {}
         self._released_version = 0
+        #: The shards that have something to do at certain times.
+        self._timed: list[tuple[_Copy, Gathering]] = []
 
     @property
     def shards(self) -> dict[int, Shard]:
@@ -95,7 +100,7 @@ class Server:
 
     def release(self) -> None:
         """Drop all shards: nothing is asked any more."""
-        self._released_version, self._copies = self.version, {}
+        self._released_version, self._copies, self._timed = self.version, {}, []
 
     # --------------------------------------------------------------------------------------------------------- epochs
 
@@ -115,6 +120,8 @@ class Server:
                 before=chain[place - 1] if place else None,
                 behind=chain[place + 1] if place + 1 < len(chain) else None,
             )
+        copies = self._copies.values()
+        self._timed = [(copy, copy.shard.gathering) for copy in copies if copy.shard.gathering is not None]
 
     def unconfirmed(self, number: int) -> list[tuple[int, Message]]:
         """Return the changes of a shard, with their workers, that servers behind this one may not have, in order."""
@@ -123,8 +130,10 @@ class Server:
 
     # ------------------------------------------------------------------------------------------------------- messages
 
-    def take(self, source: int, message: Message) -> list[tuple[int, Message]]:
+    def take(self, source: int, message: Message, now: float = 0.0) -> list[tuple[int, Message]]:
         """Take in a message of another server, or of a worker; return ranks and what is sent to them.
+
+        ``now``: the time in seconds.
 
         Raises:
             ProtocolError: No correct rank sends this. Nothing has changed.
@@ -141,10 +150,18 @@ class Server:
             raise ProtocolError(
                 f"rank {source} sends a request for shard {header.shard}, of which rank {self.rank} is not the head"
             )
-        out: list[tuple[int, Message]] = []
-        for reply in copy.shard.take(source, message):
-            out += self._after(copy, reply)
-        return out
+        return [each for reply in copy.shard.take(source, message, now) for each in self._after(copy, reply)]
+
+    def due(self) -> float | None:
+        """Return the time at which ``tick`` is to be called; ``None``: not before another method was called."""
+        if not self._timed:
+            return None
+        return min((due for _, gathering in self._timed if (due := gathering.due()) is not None), default=None)
+
+    def tick(self, now: float) -> list[tuple[int, Message]]:
+        """Do what is due; return what ``take`` returns."""
+        replies = ((copy, reply) for copy, _ in self._timed for reply in copy.shard.tick(now))
+        return [each for copy, reply in replies for each in self._after(copy, reply)]
 
     def _after(self, copy: _Copy, reply: Reply) -> list[tuple[int, Message]]:
         """Return what is sent when the head has carried out a request."""

@@ -7,7 +7,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from totalreduce.server.messages import (
     mark_of,
 )
 from totalreduce.server.table import Rows, Table
+
+if TYPE_CHECKING:
+    from totalreduce.server.gathering import Gathering
 
 __all__ = ["Reply", "Shard", "read_waiting"]
 
@@ -149,6 +152,7 @@ class Shard:
     Attributes:
         table: The values.
         clocks: The clocks of the workers.
+        gathering: What workers have pushed, if a strategy says when it is applied, and when a pull is answered.
     """
 
     def __init__(
@@ -160,6 +164,7 @@ class Shard:
         num_workers: int,
         *,
         clock: int = 0,
+        gathering: Gathering | None = None,
         write: Callable[[str, int, Table], None] | None = None,
     ) -> None:
         """Begin.
@@ -171,11 +176,12 @@ class Shard:
             rule: Which requests wait.
             num_workers: The number of workers.
             clock: That of all workers.
+            gathering: Has what workers push, until a strategy applies it; ``None``: ``rule`` says when it is applied.
             write: Writes the table of a snapshot, from its description and the workers' clock. ``None``: snapshots are
                 refused.
         """
         self.table, self.clocks = table, VectorClock([clock] * num_workers)
-        self._write = write
+        self._write, self.gathering = write, gathering
         self._rank, self._spec, self._rule = rank, spec, rule
         self._streams = [_Stream() for _ in range(num_workers)]
         #: By worker: the mark of the last push that was carried out.
@@ -200,8 +206,8 @@ class Shard:
         """Return whether a rank has finished as a worker; also if it is none, or has not come yet."""
         return worker >= len(self._streams) or self.clocks.of(worker) in (FINISHED, ABSENT)
 
-    def take(self, worker: int, message: Message) -> list[Reply]:
-        """Take in a request of a worker; return the answers to this worker and to others.
+    def take(self, worker: int, message: Message, now: float = 0.0) -> list[Reply]:
+        """Take in a request of a worker; return the answers to this worker and to others. ``now``: the time in seconds.
 
         A request that was answered before is answered again, and not applied again. It is ignored if the previous one
         has not come: the worker sends both again.
@@ -222,9 +228,11 @@ class Shard:
             raise ProtocolError(f"worker {worker} has sent more than {WINDOW} requests that wait")
         try:
             request = self._find(message)
+            if request is not None and self.gathering is not None and not is_known:
+                self.gathering.take(worker, header.kind, request.values, now, is_lent=worker == self._rank)
         except ProtocolError as error:
             stream.last = max(stream.last, header.number)
-            return [Reply(worker, self._refusal(header, str(error)))]
+            return [Reply(worker, _refusal(self._answer(header), str(error)))]
         if request is None:
             return [Reply(worker, Message(replace(self._answer(header), kind=Kind.UNKNOWN_LIST)))]
         if is_known:
@@ -232,6 +240,12 @@ class Shard:
         stream.last = header.number
         stream.queue.append(request)
         return self._run(worker)
+
+    def tick(self, now: float) -> list[Reply]:
+        """Do what the rule of a strategy has planned for this time; return the answers."""
+        assert self.gathering is not None
+        self.gathering.tick(now)
+        return [reply for worker in self.gathering.take_answered() for reply in self._run(worker)]
 
     def replicate(self, worker: int, message: Message) -> Request | None:
         """Carry out a request of a worker that the head of the chain has carried out; ``None``: it was already.
@@ -359,6 +373,8 @@ class Shard:
             has_finished = clock != FINISHED and self.clocks.of(worker) == FINISHED  # those who save wait for it
             if self.clocks.slowest() != slowest or has_finished:
                 workers.extend(each for each, other in enumerate(self._streams) if other.queue and each != worker)
+            if self.gathering is not None:
+                workers.extend(self.gathering.take_answered())
         return answers
 
     def _save(self) -> list[Reply]:
@@ -403,6 +419,8 @@ class Shard:
         meets = request.header.kind is Kind.MEET
         if request.rows is None and not meets:
             return None
+        if self.gathering is not None and request.header.kind.pulls and not self.gathering.has_answered(worker):
+            return []
         clock, slowest = self.clocks.of(worker), self.clocks.slowest()
         if clock == FINISHED:  # a process that has taken the place of a worker which had finished
             return None
@@ -458,15 +476,17 @@ class Shard:
                     refused.append(header.mark)
             if header.mark in refused:
                 text = f"worker {worker} pushes more in step {header.clock} than {self._limit[1]}"
-                return Reply(worker, self._refusal(header, text), header.mark, change)
+                return Reply(worker, _refusal(self._answer(header), text), header.mark, change)
         answer = self._answer(header, self.clocks.slowest())
         if not header.kind.pulls:
             return Reply(worker, Message(answer), header.mark, change)
-        values = self.table.pull(rows)
+        values = self.table.pull(rows) if self.gathering is None else self.gathering.pull(worker)
         return Reply(worker, Message(replace(answer, value_bytes=values.nbytes), None, values), header.mark, change)
 
     def _push(self, pushed: _Kept) -> bool:
         """Apply or keep what a worker has pushed; return whether there is room to keep it."""
+        if self.gathering is not None:  # which has the gradient since it came
+            return True
         if not (isinstance(self._rule, Sequential) or pushed.is_held):
             self._apply(pushed)
             return True
@@ -562,7 +582,7 @@ class Shard:
                         stream.unsaved.append((header.mark, refusal))
         for mark, text in self._streams[worker].unsaved:
             if mark == header.mark:
-                return Reply(worker, self._refusal(header, text), header.mark, change)
+                return Reply(worker, _refusal(self._answer(header), text), header.mark, change)
         return Reply(worker, Message(self._answer(header, self.clocks.slowest())), header.mark, change)
 
     def _advance(self, worker: int, request: Request) -> Reply:
@@ -572,7 +592,7 @@ class Shard:
         try:
             self.clocks.advance(worker, clock)
         except ProtocolError as error:
-            return Reply(worker, self._refusal(header, str(error)))
+            return Reply(worker, _refusal(self._answer(header), str(error)))
         if change is not None:
             self._release_held(worker, counts=clock != FINISHED)
         slowest = self.clocks.slowest()
@@ -584,9 +604,10 @@ class Shard:
     def _answer(self, header: Header, slowest: int = 0) -> Header:
         return Header(Kind.DONE, shard=header.shard, number=header.number, clock=slowest, begin=self.table.version)
 
-    def _refusal(self, header: Header, text: str) -> Message:
-        note = np.frombuffer(bytearray(text.encode()[:_TEXT_MAX]), np.uint8)
-        return Message(replace(self._answer(header), kind=Kind.REFUSED, value_bytes=note.nbytes), None, note)
+
+def _refusal(answer: Header, text: str) -> Message:
+    note = np.frombuffer(bytearray(text.encode()[:_TEXT_MAX]), np.uint8)
+    return Message(replace(answer, kind=Kind.REFUSED, value_bytes=note.nbytes), None, note)
 
 
 def _refused_note(refusal: str, is_of_all: bool) -> str:

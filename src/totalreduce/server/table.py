@@ -40,7 +40,6 @@ class Rows:
     listed: Array | None
 
 
-@final
 class Table:
     """Values and optimizer of one shard. The rows are those of its keys, in ascending order.
 

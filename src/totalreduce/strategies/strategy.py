@@ -167,9 +167,6 @@ class TrainingOfRank(Protocol):
     def by_exchanges(self, strategy: Any) -> Any:
         """Return steps between which all ranks exchange what the strategy's sessions say (``Strategy.session``)."""
 
-    def by_servers(self, strategy: Any) -> Any:
-        """Return steps that send gradients to servers (``served.ServedStrategy``)."""
-
     def by_gossip(self, strategy: Any) -> Any:
         """Return steps between which two ranks exchange parameters (``async_gossip.AsyncGossip``)."""
 

@@ -128,7 +128,6 @@ def test_files_with_threads_are_known() -> None:
         "horovod/joining.py",
         "pytorch/ddp_group.py",
         "pytorch/gossip_steps.py",
-        "pytorch/served_steps.py",
         "server/driver.py",
         "sparse/worker.py",
         "tensors/staging.py",

@@ -231,7 +231,7 @@ def test_wrong_filters_are_refused_before_anything_changes() -> None:
         rig.clients[0].on_keys(Kind.PUSH, np.array([1, 2]), np.ones(2), None)
     with pytest.raises(ConfigurationError, match="held=True needs exact=True"):
         rig.clients[0].on_keys(Kind.PUSH, np.array([1, 2]), np.ones(2), None, HELD)
-    assert rig.clients[0].is_idle
+    assert not rig.clients[0].awaited_servers
     assert not rig.clients[0]._residual.values.any()
     for make, text in [
         (lambda: Significant(-1.0), "threshold is a number from 0"),

@@ -354,7 +354,7 @@ def test_values_that_no_code_expresses_are_refused_before_anything_is_sent(codec
     with pytest.raises(ConfigurationError, match="not finite, or too large to encode"):
         client.on_range(Kind.PUSH, 0, 3_000_000, values, None)
     assert client.outgoing() == []
-    assert client.is_idle
+    assert not client.awaited_servers
 
 
 def test_a_refused_push_leaves_the_residual_as_it_was() -> None:

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from totalreduce.foundation.errors import ConfigurationError, ProtocolError
-from totalreduce.strategies.served import Async, Eager, Push, Quorum, ServedStrategy, SoftSync, StaleSynchronous
+from totalreduce.server.served import Async, Eager, Quorum, SoftSync, StaleSynchronous
+from totalreduce.server.served_steps import ServedStrategy
+from totalreduce.server.sessions import Push
 
 
 class World:
