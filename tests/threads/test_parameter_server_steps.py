@@ -192,7 +192,7 @@ def test_what_codes_do_not_express_is_kept(rule: ps.Consistency) -> None:
             outer.step()
         steps = outer.strategy_steps
         rest = steps._client._client._residual.values.astype(np.float64)
-        rest = np.concatenate([steps._rows.of(rest, number).numpy() for number in range(5)])
+        rest = np.concatenate([steps._pushes.rows.of(rest, number).numpy() for number in range(5)])
         steps.finish()
         outer.close()
         return flat(model).double().numpy(), rest, pushed.numpy(), steps.statistics().bytes_sent

@@ -74,13 +74,9 @@ class ArrivingBuckets:
         common: list[Ticket],
         flush: Callable[[], None],
     ) -> None:
-        """Ask for all buckets at the end of a step.
+        """Ask for all buckets at the end of a step, in the order of ``priorities``; ``flush`` has all of them taken.
 
-        Args:
-            priorities: By bucket: its place in the order in which forward needs them.
-            pull_range: Asks for the rows from the first to before the second number.
-            common: The tickets of the step. Those that are done are taken out.
-            flush: Has all buckets taken.
+        ``common``: the tickets of the step. Those that are done are taken out.
         """
         self.by_urgency = sorted(priorities, key=priorities.__getitem__)
         self._common, self._flush = common, flush

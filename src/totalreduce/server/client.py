@@ -107,14 +107,7 @@ class Client:
     def on_keys(
         self, kind: Kind, keys: Array, values: Array | None, out: Array | None, options: PushOptions = _PLAIN
     ) -> Call:
-        """Push to or pull listed keys. Arrays must not change before the call is done.
-
-        Args:
-            kind: ``PUSH``, ``PULL`` or ``PUSH_PULL``.
-            keys: Integers, one-dimensional, ascending, each once.
-            values: What is pushed, of shape (n, width), or (n,) if the width is 1; contiguous.
-            out: Takes what is pulled; likewise, and writable.
-            options: How it is pushed.
+        """Push to or pull listed keys. The arrays are as for ``Connection.push``, and must not change before the end.
 
         Raises:
             ConfigurationError: The arrays are not like that, or have values that the codec cannot encode; or the filter
@@ -196,13 +189,7 @@ class Client:
         self._made["held"] += options.is_held
 
     def _push_selected(self, keys: Array, pieces: Iterable[tuple[int, Places]], content: Content) -> Call:
-        """Push those of some keys that the filter selects, and pull all of them if there is ``out``.
-
-        Args:
-            keys: The keys.
-            pieces: Of all the keys.
-            content: What the program pushes; its keys are ``keys`` if ``pieces`` are of a list.
-        """
+        """Push those of some keys, all in ``pieces``, that the filter selects; pull all of them if there is ``out``."""
         assert self._filter is not None
         assert self._residual is not None
         listed, out, options = content.keys, content.out, content.options

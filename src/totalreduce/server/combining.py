@@ -15,12 +15,9 @@ __all__ = ["means_of"]
 def means_of(
     pushed: Sequence[tuple[Rows, Array, float]], width: int, num_workers: int
 ) -> list[tuple[Rows, Array, float]]:
-    """Add what was pushed for each row, in the order of the pushes, and divide by the number of workers.
+    """Add what was pushed for each row, in the order of the pushes, and divide by the number of all workers.
 
-    Args:
-        pushed: Rows, their values, one-dimensional, and the learning rate of the push.
-        width: The number of values of a row.
-        num_workers: The number of all workers: one that has not pushed a row counts as having pushed zeros.
+    A worker that has not pushed a row counts as having pushed zeros.
 
     Returns:
         Rows, their means, one-dimensional, and the learning rate of the first push of these rows. No row comes twice.

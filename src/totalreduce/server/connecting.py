@@ -166,11 +166,7 @@ def _begin_filter(filter_: Filter, setup: Setup) -> None:
 def begin_in_group(group: Group, setup: Setup, timeout_s: float, filter_: Filter | None = None) -> Connection:
     """Begin a parameter server that the loss of a rank ends. Collective; all ranks have this setup.
 
-    Args:
-        group: Workers and servers.
-        setup: The settings.
-        timeout_s: Deadline of waits that name none.
-        filter_: That of this rank's worker, which has begun.
+    ``filter_`` is that of this rank's worker, and has begun.
 
     Raises:
         ConfigurationError: A table cannot be made. The other ranks raise ``PlanMismatchError``.
@@ -199,12 +195,7 @@ def begin_in_job(
 ) -> Connection:
     """Begin the parameter server of a job whose ranks can be replaced, and give the unformed group up.
 
-    Args:
-        group: A group that was not formed.
-        setup: The checked settings.
-        timeout_s: Deadline of waits that name none.
-        assembly: Of the job.
-        filter_: That of this rank's worker, which has begun.
+    ``filter_`` is that of this rank's worker, and has begun.
 
     Raises:
         ConfigurationError: This process has another setup than the job.

@@ -110,14 +110,7 @@ class Connection:
     def __init__(
         self, driver: Driver, *, timeout_s: float, origin: Origin, check_rate: Callable[[float], None]
     ) -> None:
-        """Connect the program.
-
-        Args:
-            driver: The worker and the server of this rank.
-            timeout_s: Deadline of waits that name none.
-            origin: Where the values come from.
-            check_rate: Raises ``ConfigurationError`` if a push cannot have a learning rate.
-        """
+        """Connect the program. ``check_rate`` raises ``ConfigurationError`` if a push cannot have a learning rate."""
         self._driver, self._client, self._lock = driver, driver.client, driver.lock
         self._timeout_s, self._origin, self._check_rate = timeout_s, origin, check_rate
         self._waited_s = 0.0

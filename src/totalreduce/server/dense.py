@@ -19,14 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, final
 
-import numpy as np
 import torch
 
 from totalreduce.codecs.codec import Codec, check_codec
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.types import ReduceOp
-from totalreduce.kernels import quantisation
 from totalreduce.pytorch.deferred import DeferredUpdates
 from totalreduce.pytorch.replica import ModelReplica, check_equal
 from totalreduce.pytorch.round import RoundGuard
@@ -34,9 +32,10 @@ from totalreduce.pytorch.stepping import StrategySteps
 from totalreduce.server.arriving import ArrivingBuckets, await_all
 from totalreduce.server.clocks import Consistency, Sequential
 from totalreduce.server.connecting import connect
-from totalreduce.server.connection import Connection, ServerStatistics, Ticket
+from totalreduce.server.connection import Connection, ServerStatistics
 from totalreduce.server.early import EarlyBuckets
 from totalreduce.server.optimizers import Optimizer, Replace, Sum
+from totalreduce.server.pushing import ModelPushes
 from totalreduce.server.rows import WIDTH, ModelRows
 from totalreduce.server.served_steps import SynchronousSteps, observations
 from totalreduce.server.torch_rule import Torch
@@ -186,58 +185,57 @@ class ServerSteps(StrategySteps):
         """
         optimizer: torch.optim.Optimizer = training.optimizer
         parameters, group = training.parameters, training.group
-        self.strategy, self._inner, self._group, self._name = strategy, optimizer, group, training.name
+        self.strategy, self._group, self._name = strategy, group, training.name
         self.is_interrupted = False
         self._loss: Any = None
         replica = ModelReplica(parameters, optimizer)
         self._in_job = group.formation is not None
         if not self._in_job:  # otherwise each worker takes over what the servers have
             check_equal(replica, strategy.name, group, training.name)
-        self._rows = rows = ModelRows(parameters, replica.dtype)
-        self._is_coded = strategy.codec is not None
-        self._early: EarlyBuckets | None = None
-        self._early_rate: float | None = None  #: The learning rate of what has left early in this step.
+        rows = ModelRows(parameters, replica.dtype)
         self._ends_early = False  #: Whether the step that was submitted last asks for each bucket by itself.
         #: Whether this rank is in a part of a step that must not run twice: its requests, or those of a bucket, and the
         #: step of the torch optimizer.
         self._is_unrepeatable = False
         # The number of ranks has no part in it: what servers keep depends on this, and a snapshot is restored with any
         # number of ranks.
-        self._is_synchronous = strategy.consistency.bound == 0
-        on_server = strategy.optimizer == "server"
-        #: Whether servers keep the parameters. Otherwise they keep the mean gradients of the last step.
-        self._keeps_values = on_server or not self._is_synchronous
-        self._settings = _settings_of(optimizer) if on_server else None
-        self._pushed, self._pulled = rows.empty(), rows.empty()
-        self._flags = np.zeros((-(-len(rows.parameters) // WIDTH), WIDTH), replica.dtype)
-        self._flag_keys = np.arange(rows.count, rows.count + len(self._flags))
-        self._tickets: list[Ticket] = []
-        self.arriving: ArrivingBuckets = ArrivingBuckets(
-            rows, self._pulled, None if self._keeps_values else self._flags, self._once
+        is_synchronous, on_server = strategy.consistency.bound == 0, strategy.optimizer == "server"
+        client = self._connect(strategy, rows, optimizer, keeps_values=on_server or not is_synchronous)
+        self._client, self._pulled = client, rows.empty()
+        self._pushes = pushes = ModelPushes(
+            *(rows, optimizer, client),
+            is_synchronous=is_synchronous,
+            on_server=on_server,
+            is_coded=strategy.codec is not None,
+            num_ranks=group.world_size,
         )
+        flags = None if pushes.keeps_values else pushes.flags
+        self.arriving: ArrivingBuckets = ArrivingBuckets(rows, self._pulled, flags, self._once)
         self._finals: list[Work] = []  #: The operations of ``finish``.
         self._last_clock: int | None = None  #: The clock when ``finish`` was called, which ends it.
         self._has_finished = False
-        self._client = self._connect(strategy, on_server)
 
-    def _connect(self, strategy: ParameterServer, on_server: bool) -> Connection:
-        rows = self._rows
+    def _connect(
+        self, strategy: ParameterServer, rows: ModelRows, inner: torch.optim.Optimizer, *, keeps_values: bool
+    ) -> Connection:
+        """Connect, and begin with the parameters of rank 0, or with those that the servers have."""
+        values = rows.empty()
         rule: Optimizer
-        if on_server:
-            rule = Torch.like(self._inner)
-        elif isinstance(self._inner, torch.optim.LBFGS | torch.optim.SparseAdam):
-            raise ConfigurationError(f"tr.ParameterServer does not support {type(self._inner).__name__}")
+        if strategy.optimizer == "server":
+            rule = Torch.like(inner)
+        elif isinstance(inner, torch.optim.LBFGS | torch.optim.SparseAdam):
+            raise ConfigurationError(f"tr.ParameterServer does not support {type(inner).__name__}")
         else:
-            rule = Sum() if self._keeps_values else Replace()
+            rule = Sum() if keeps_values else Replace()
         consistency = strategy.consistency
-        if self._is_synchronous:
+        if consistency.bound == 0:
             room = consistency.buffer_bytes if isinstance(consistency, Sequential) else 0
-            consistency = Sequential(buffer_bytes=max(room, 2 * self._pushed.nbytes, 1), combine="mean")
+            consistency = Sequential(buffer_bytes=max(room, 2 * values.nbytes, 1), combine="mean")
         client = connect(
             self._group,
-            num_keys=max(1, rows.count + len(self._flags)),
+            num_keys=max(1, rows.count + -(-len(rows.parameters) // WIDTH)),
             width=WIDTH,
-            dtype=str(self._pushed.dtype),
+            dtype=str(values.dtype),
             optimizer=rule,
             consistency=consistency,
             servers=strategy.servers,
@@ -247,16 +245,16 @@ class ServerSteps(StrategySteps):
             restore=strategy.restore,
         )
         if client.step == 0:
-            if self._group.rank == 0 and self._keeps_values:
-                rows.read(self._pushed)
-                client.assign(slice(0, rows.count), self._pushed).wait()
+            if self._group.rank == 0 and keeps_values:
+                rows.read(values)
+                client.assign(slice(0, rows.count), values).wait()
             client.clock()
         if client.step <= 1:  # 1, too, for one that takes the place of a rank which was lost before it met the others
             client.meet()  # the parameters are there
         client.begin_steps()
         if client.step > 1 or self._in_job or strategy.restore is not None:
-            client.pull_range(0, rows.count, self._pulled).wait()
-            rows.write(self._pulled, rows.numbers)
+            client.pull_range(0, rows.count, values).wait()
+            rows.write(values, rows.numbers)
         return client
 
     # ---------------------------------------------------------------------------------------------------------- steps
@@ -276,7 +274,7 @@ class ServerSteps(StrategySteps):
         """
         if not self.is_interrupted:
             self._begin()
-            if closure is not None and self._takes_gradients:
+            if closure is not None and self._pushes.takes_gradients:
                 with torch.enable_grad():
                     self._loss = closure()
                 closure = None
@@ -295,11 +293,10 @@ class ServerSteps(StrategySteps):
 
     def _push_step(self, closure: Callable[[], Any] | None) -> None:
         """Push this rank's part of a step."""
-        if self._takes_gradients:
-            self._push_gradients()
+        if self._pushes.takes_gradients:
+            self._pushes.push_gradients()
         else:
-            self._take_own_step(closure)
-            self._tickets.append(self._client.push_range(0, self._rows.count, self._pushed))
+            self._loss = self._pushes.push_own_step(closure)
 
     # --------------------------------------------------------------------------------------------- steps that end early
 
@@ -338,10 +335,7 @@ class ServerSteps(StrategySteps):
         if not self.is_interrupted:
             self._begin()
             with self._once():
-                self._withdraw()
-                self._pushed = self._rows.empty()
-                if not self._keeps_values:
-                    self._push_runs([False] * len(self._rows.parameters), [(0, self._rows.count)], is_held=False)
+                self._pushes.push_nothing()
                 self._submit_end()
         self._end_step()
 
@@ -363,146 +357,61 @@ class ServerSteps(StrategySteps):
         request was made before this call.
         """
         self._check_repeatable()
-        self._is_unrepeatable, num_tickets = True, len(self._tickets)
+        self._is_unrepeatable, num_tickets = True, len(self._pushes.tickets)
         try:
             yield
         except Exception:  # other exceptions, as KeyboardInterrupt, come at any place
-            self._is_unrepeatable = len(self._tickets) > num_tickets
+            self._is_unrepeatable = len(self._pushes.tickets) > num_tickets
             raise
         self._is_unrepeatable = False
 
     def use_buckets(self, buckets: Sequence[Sequence[int]]) -> None:
         """See ``StrategySteps``: these buckets are pushed during backward, if gradients are pushed at all."""
         self.arriving.buckets_members = [tuple(members) for members in buckets]
-        overlaps = self._is_synchronous if self.strategy.overlap is None else self.strategy.overlap
-        if overlaps and self._takes_gradients and self._early is None:
-            self._early = EarlyBuckets(buckets, self._rows.parameters, is_fixed=self._in_job)
+        overlaps = self.strategy.consistency.bound == 0 if self.strategy.overlap is None else self.strategy.overlap
+        pushes = self._pushes
+        if overlaps and pushes.takes_gradients and pushes.early is None:
+            pushes.early = EarlyBuckets(buckets, pushes.rows.parameters, is_fixed=self._in_job)
 
     def ready(self, number: int) -> None:
         """See ``StrategySteps``: push the buckets that are complete; servers keep them until the step."""
-        early = self._early
-        if early is None or self._has_finished or self._last_clock is not None:
+        if self._pushes.early is None or self._has_finished or self._last_clock is not None:
             return
         with self._once():
-            for members in early.ready(number):
-                rate = self._rate()
-                if self._has_other_settings or (early.have_left and rate != self._early_rate):
-                    early.stop()  # ``step`` says what is wrong, or withdraws
-                    continue
-                self._early_rate = rate
-                present = self._rows.read_gradients(self._pushed, members)
-                runs = self._rows.runs(present)
-                self._divide(runs)
-                if not self._is_encodable(runs):
-                    early.stop()
-                    continue
-                self._push_ranges(runs, is_held=True)
-
-    @property
-    def _takes_gradients(self) -> bool:
-        """Whether gradients are pushed, and not changes of parameters."""
-        return self._settings is not None or self._is_synchronous
+            self._pushes.ready(number)
 
     def _check_open(self) -> None:
         if self._last_clock is not None or self._has_finished:
             raise ConfigurationError("strategy_steps.finish() was called, so the servers take no more gradients")
-        if self._has_other_settings:
+        if self._pushes.has_other_settings:
             raise ConfigurationError(
                 "the settings of the torch optimizer have changed, and servers have those of the begin, except the "
                 "learning rate: use tr.ParameterServer(optimizer='worker')"
             )
-
-    @property
-    def _has_other_settings(self) -> bool:
-        return self._settings is not None and self._settings != _settings_of(self._inner)
-
-    def _push_gradients(self) -> None:
-        """Push the gradients that have not left. If one that has left has changed since, withdraw and push all."""
-        early, rows = self._early, self._rows
-        is_stale = early is not None and early.have_left and (early.have_changed() or self._rate() != self._early_rate)
-        rest = range(len(rows.parameters)) if early is None or is_stale else early.rest()
-        if is_stale:
-            self._pushed = rows.empty()  # the old memory may still be sent
-        present = rows.read_gradients(self._pushed, rest)
-        is_rest = [False] * len(present)
-        for number in rest:
-            is_rest[number] = True
-        runs = rows.runs(present if self._keeps_values else is_rest)
-        self._divide(runs)
-        if not self._is_encodable(runs):
-            raise ConfigurationError("a gradient is not finite, or too large to encode: leave this step out")
-        if is_stale:
-            self._withdraw()
-        has = [here or not mine for here, mine in zip(present, is_rest, strict=True)]
-        self._push_runs(has, runs, is_held=early is not None and early.have_left)
-
-    def _push_runs(self, present: Sequence[bool], runs: Sequence[tuple[int, int]], *, is_held: bool) -> None:
-        """Push ranges of rows; without values on servers, also of which parameters this rank has a gradient."""
-        if not self._keeps_values:  # all ranks must know of which parameters no rank has a gradient
-            self._flags.reshape(-1)[: len(present)] = present
-            self._tickets.append(self._client.push(self._flag_keys, self._flags, exact=True))
-        self._push_ranges(runs, is_held=is_held)
-
-    def _push_ranges(self, runs: Sequence[tuple[int, int]], *, is_held: bool) -> None:
-        for begin, end in runs:
-            values, rate = self._pushed[begin:end], self._rate()
-            self._tickets.append(self._client.push_range(begin, end, values, lr=rate, held=is_held))
-
-    def _withdraw(self) -> None:
-        """Take back what has left early in this step."""
-        if self._early is not None and self._early.have_left:
-            self._tickets.append(self._client.withdraw())
-            self._early.withdraw()
-
-    def _rate(self) -> float | None:
-        """Return the learning rate for the server's optimizer."""
-        return None if self._settings is None else float(self._inner.param_groups[0]["lr"])
-
-    def _divide(self, runs: Sequence[tuple[int, int]]) -> None:
-        """Divide gradients by the number of ranks, unless the servers do."""
-        if not self._is_synchronous:
-            for begin, end in runs:
-                self._pushed[begin:end] /= self._pushed.dtype.type(self._group.world_size)
-
-    def _take_own_step(self, closure: Callable[[], Any] | None) -> None:
-        """Take a step of the torch optimizer, and read the part of the change that is to be pushed."""
-        rows = self._rows
-        before = rows.empty()
-        rows.read(before)
-        self._loss = self._inner.step() if closure is None else self._inner.step(closure)
-        rows.read(self._pushed)
-        self._pushed -= before
-        self._pushed /= self._pushed.dtype.type(self._group.world_size)
-        if not self._is_encodable([(0, rows.count)]):
-            raise ConfigurationError("a gradient is not finite, or too large to encode: leave this step out")
-
-    def _is_encodable(self, runs: Sequence[tuple[int, int]]) -> bool:
-        """Return whether the codec, if there is one, can encode these rows."""
-        return not self._is_coded or all(
-            quantisation.within_limit(self._pushed[begin:end].reshape(-1)) for begin, end in runs
-        )
 
     def _submit_end(self, priorities: Mapping[int, int] | None = None, flush: Callable[[], None] | None = None) -> None:
         """End the step, and ask for what the servers have then: all at once, or each bucket by itself.
 
         ``priorities``, ``flush``: those of ``take``, if the step ends early.
         """
-        client, rows = self._client, self._rows
-        if self._early is not None:
-            self._early.end_step()
-        self._tickets.append(client.clock())
-        if not self._keeps_values:
-            self._tickets.append(client.pull(self._flag_keys, self._flags))
+        client, pulled, pushes = self._client, self._pulled, self._pushes
+        if pushes.early is not None:
+            pushes.early.end_step()
+        pushes.tickets.append(client.clock())
+        if not pushes.keeps_values:
+            pushes.tickets.append(client.pull(pushes.flag_keys, pushes.flags))
         if priorities is None or flush is None:
-            self._tickets.append(client.pull_range(0, rows.count, self._pulled))
+            pushes.tickets.append(client.pull_range(0, len(pulled), pulled))
         else:
-            self.arriving.pull(priorities, self._pull_rows, self._tickets, flush)
+            self.arriving.pull(
+                priorities,
+                lambda begin, end: client.pull_range(begin, end, pulled[begin:end]),
+                pushes.tickets,
+                flush,
+            )
         # Not before: a repetition waits for tickets, so that it must have them.
         self._ends_early = priorities is not None
         self.is_interrupted, self._is_unrepeatable = True, False
-
-    def _pull_rows(self, begin: int, end: int) -> Ticket:
-        return self._client.pull_range(begin, end, self._pulled[begin:end])
 
     def _end_step(self) -> None:
         """Wait for all answers, and take over what has come."""
@@ -513,24 +422,24 @@ class ServerSteps(StrategySteps):
                 self.is_interrupted = False
                 return
             self.arriving.drain()  # it was interrupted before its updates were deferred, so that none was made
-        await_all(self._tickets)
-        rows = self._rows
-        if self._keeps_values:
+        await_all(self._pushes.tickets)
+        rows = self._pushes.rows
+        if self._pushes.keeps_values:
             rows.write(self._pulled, rows.numbers)
-            self._inner._opt_called = True  # type: ignore[attr-defined]  # or torch's schedulers warn: no step was taken
+            self._pushes.inner._opt_called = True  # type: ignore[attr-defined]  # or torch's schedulers warn: no step was taken
             self.is_interrupted = False
             return
         for parameter, gradient in zip(rows.parameters, self.arriving.gradients(rows.numbers), strict=True):
             parameter.grad = gradient
         with self._once():
-            self._inner.step()
+            self._pushes.inner.step()
             self.is_interrupted = False  # here: a repetition must not take the step again
 
     # ------------------------------------------------------------------------------------------------------ and beyond
 
     def trains(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Whether the strategy trains these parameters."""
-        return self._rows.holds(parameters)
+        return self._pushes.rows.holds(parameters)
 
     def finish(self) -> None:
         """Wait until all ranks have called this, and take over the final parameters. Collective.
@@ -550,10 +459,10 @@ class ServerSteps(StrategySteps):
         self.arriving.settle()
         if self._in_job:
             self._client.meet()
-            self._client.pull_range(0, self._rows.count, self._pulled).wait()
+            self._client.pull_range(0, self._pushes.rows.count, self._pulled).wait()
         else:
             self._finish_together()
-        self._rows.write(self._pulled, self._rows.numbers)
+        self._pushes.rows.write(self._pulled, self._pushes.rows.numbers)
         self._has_finished = True
         # So a program that ends without close() leaves when the others need nothing of it any more.
         self._client.finish()
@@ -569,11 +478,11 @@ class ServerSteps(StrategySteps):
             most = torch.tensor([self._last_clock * group.world_size + group.rank], dtype=torch.int64, device="cpu")
             self._finals.append(group.control.allreduce(most, name=f"{self._name}.finished", op=ReduceOp.MAX))
         last = int(self._finals[0].wait()) % group.world_size
-        if self._keeps_values:
-            client.pull_range(0, self._rows.count, self._pulled).wait()
+        if self._pushes.keeps_values:
+            client.pull_range(0, self._pushes.rows.count, self._pulled).wait()
         else:
             if len(self._finals) == 1:
-                self._rows.read(self._pulled)
+                self._pushes.rows.read(self._pulled)
                 name, values = f"{self._name}.last", torch.from_numpy(self._pulled)
                 self._finals.append(group.control.broadcast(values, root=last, name=name, async_op=True))
             self._finals[1].wait()
@@ -587,7 +496,7 @@ class ServerSteps(StrategySteps):
             ConfigurationError: The servers keep nothing from step to step: save model and torch optimizer. Or a call of
                 ``step`` ran out of time, or ``finish`` was called.
         """
-        if not self._keeps_values:
+        if not self._pushes.keeps_values:
             raise ConfigurationError(
                 "optimizer='worker' with synchronous steps leaves nothing on servers: save the states of model and "
                 "torch optimizer"
@@ -596,7 +505,7 @@ class ServerSteps(StrategySteps):
             raise ConfigurationError("strategy_steps.finish() was called: call save() before it")
         if self.is_interrupted:
             raise ConfigurationError("the last step() was interrupted: repeat it until it returns")
-        if self._early is not None and self._early.have_left:
+        if self._pushes.early is not None and self._pushes.early.have_left:
             raise ConfigurationError(
                 "backward() has pushed gradients that no step() has used: call step() before save()"
             )
@@ -606,12 +515,12 @@ class ServerSteps(StrategySteps):
     @property
     def early_buckets(self) -> int:
         """The number of buckets of this rank that were pushed during backward."""
-        return 0 if self._early is None else self._early.num_early
+        return 0 if self._pushes.early is None else self._pushes.early.num_early
 
     @property
     def withdrawn_steps(self) -> int:
         """The number of steps whose gradients were pushed twice, because they had changed after backward."""
-        return 0 if self._early is None else self._early.num_withdrawn
+        return 0 if self._pushes.early is None else self._pushes.early.num_withdrawn
 
     @property
     def steps_taken(self) -> int:
@@ -646,12 +555,3 @@ class ServerSteps(StrategySteps):
             self._client.close()
         else:
             self._client.end()
-
-
-def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the settings that may not change: all but learning rates, which are equal in all groups of parameters."""
-    rate = optimizer.param_groups[0].get("lr")
-    return [
-        {name: group[name] for name in optimizer.defaults if name != "lr" or group["lr"] != rate}
-        for group in optimizer.param_groups
-    ]

@@ -60,15 +60,7 @@ class Driver:
         open_messenger: Callable[..., Messenger],
         renewal: Renewal | None = None,
     ) -> None:
-        """Meet the other ranks of the group, and start the thread. Collective.
-
-        Args:
-            place: The group, and who serves what; nothing else uses the group.
-            client: The worker of this rank. If it has a shard there, it has made no call yet.
-            server: What this rank serves.
-            open_messenger: Makes the ``Messenger`` of a group, from the arguments that this class knows.
-            renewal: Forms the next group when a rank is lost; ``None``: a loss ends the connection.
-        """
+        """Meet the other ranks, and start the thread. Collective. ``renewal`` is ``None``: a loss ends everything."""
         self.client, self.server, self._renewal = client, server, renewal
         self._open_messenger = open_messenger
         self.home = HomeProcess("the connection to a parameter server")

@@ -27,13 +27,10 @@ class EarlyBuckets:
     def __init__(
         self, buckets: Sequence[Sequence[int]], parameters: Sequence[torch.nn.Parameter], *, is_fixed: bool
     ) -> None:
-        """Begin with a step in which buckets leave early.
+        """Begin with a step in which buckets leave early, in the order in which backward completes them.
 
-        Args:
-            buckets: The parameters of each bucket, by number, in the order in which backward completes them.
-            parameters: All parameters. Those without a bucket do not leave early.
-            is_fixed: Buckets leave early in every step. Otherwise they do not in a step behind one whose gradients have
-                changed between backward and step: a program that clips gradients does so in every step.
+        ``is_fixed``: buckets leave early in every step. Otherwise they do not in a step behind one whose gradients have
+        changed between backward and step: a program that clips gradients does so in every step.
         """
         self._buckets, self._parameters, self._is_fixed = [tuple(each) for each in buckets], list(parameters), is_fixed
         self.num_early = self.num_withdrawn = 0

@@ -40,14 +40,9 @@ class Gathering:
         self._values: dict[int, Array] = {}
 
     def take(self, worker: int, kind: Kind, pushed: Array | None, now: float, *, is_lent: bool) -> None:
-        """Take in a request of a worker when it comes.
+        """Take in a request of a worker when it comes, with what it pushes (``TorchTable.take_rates``).
 
-        Args:
-            worker: The worker.
-            kind: What it asks.
-            pushed: What it pushes (``TorchTable.take_rates``).
-            now: The time in seconds.
-            is_lent: Whether somebody may change what is pushed after the worker was answered.
+        ``is_lent``: somebody may change what is pushed, after the worker was answered.
 
         Raises:
             ProtocolError: It is not the gradient of all keys, or this worker has not been answered; or it is something

@@ -107,12 +107,7 @@ class Plan:
 
     @classmethod
     def make(cls, epoch: int, standings: Sequence[Standing], chains: Mapping[int, tuple[int, ...]]) -> Self:
-        """Make the plan of an epoch.
-
-        Args:
-            epoch: The number of the epoch.
-            standings: Of all members.
-            chains: By shard: the seats that shall hold it.
+        """Make the plan of an epoch, from the standings of all members.
 
         Raises:
             RecoveryError: All servers that had a shard are lost. On all members.
@@ -168,14 +163,7 @@ class Holdings:
     def __init__(
         self, member: tuple[int, int], server: Server, spec: Spec, make_shard: Callable[[int, bool], Shard]
     ) -> None:
-        """Begin without shards.
-
-        Args:
-            member: The seat and the incarnation of this process.
-            server: Serves them; it has none yet.
-            spec: Of the table.
-            make_shard: Makes a shard, with the values with which the job begins, or with zeros.
-        """
+        """Begin without shards. ``make_shard``: with the values with which the job begins, or with zeros."""
         self.server = server
         self._seat, self._spec, self._make_shard = member[0], spec, make_shard
         self._held: dict[int, _Held] = {}
@@ -194,13 +182,7 @@ class Holdings:
         standings: Sequence[Standing],
         chains: Mapping[int, tuple[int, ...]],
     ) -> Plan:
-        """Make the plan of an epoch; if the job begins, make the shards.
-
-        Args:
-            epoch: The number of the epoch.
-            members: Seats and incarnations.
-            standings: Of all members.
-            chains: By shard: the seats that shall hold it.
+        """Make the plan of an epoch, from the standings of all members; if the job begins, make the shards.
 
         Raises:
             RecoveryError: All servers that had a shard are lost. On all members.
@@ -237,13 +219,10 @@ class Holdings:
         return [held.shard.all_clocks for held in self._held.values()]
 
     def settle(self, clocks: Sequence[list[int]]) -> tuple[int, ...]:
-        """End the steps that some shard knows to have ended; return the clock of each worker.
+        """End the steps that some shard knows to have ended, from the clocks of all members; return those of workers.
 
         Workers that are no members when the job begins are absent. One that comes later begins where the slowest of
         the others is.
-
-        Args:
-            clocks: What ``clocks`` has returned on all members.
         """
         if not clocks or len({len(each) for each in clocks}) > 1:
             raise ProtocolError("the members have clocks of different numbers of workers")

@@ -70,11 +70,9 @@ class Layout:
 
     @classmethod
     def of_ranges(cls, begins: Sequence[int], owners: Sequence[int]) -> Self:
-        """Return the layout of given ranges.
+        """Return the layout of ranges that begin at these keys, ascending, and of these shards.
 
-        Args:
-            begins: The first key of each range, ascending, and the number of keys.
-            owners: The shard of each range.
+        ``begins`` ends with the number of keys.
         """
         layout = cls.__new__(cls)
         layout.num_keys, layout.shards = begins[-1], tuple(sorted(set(owners)))

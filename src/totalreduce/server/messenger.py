@@ -89,7 +89,7 @@ class Messenger:
         """Begin without a channel.
 
         Args:
-            group: The ranks; nothing else uses the group.
+            group: Nothing else uses it.
             seats: By rank of the group: its seat, by which servers and workers are named.
             name: No other parameter server of the job has it.
             spec: Of the table.

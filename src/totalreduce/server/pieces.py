@@ -54,11 +54,9 @@ class Places:
         return np.concatenate([np.arange(begin, end) for begin, end in self._parts])
 
     def among(self, chosen: Array, keys: Array | None) -> Places:
-        """Return the positions in ``chosen``, a list of ascending keys, of those that belong to this piece.
+        """Return the positions in ``chosen``, a list of ascending keys of the call, of those that belong to this piece.
 
-        Args:
-            chosen: Some of the keys of the call.
-            keys: As for ``in_table``.
+        ``keys``: as for ``in_table``.
         """
         if keys is None:
             assert self._parts is not None

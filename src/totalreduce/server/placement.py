@@ -17,14 +17,7 @@ __all__ = ["chains_of"]
 def chains_of(
     shards: Sequence[int], servers: Sequence[int], present: Collection[int], length: int
 ) -> dict[int, tuple[int, ...]]:
-    """Return the chain of each shard, its head first.
-
-    Args:
-        shards: The numbers of the shards.
-        servers: The ranks of all servers of the job, present or not.
-        present: The ranks that are present.
-        length: The number of servers that hold a shard; fewer do if fewer are present.
-    """
+    """Return the chain of each shard, its head first. It is shorter than ``length`` if fewer servers are present."""
     return {shard: tuple(server for server in _order(shard, servers) if server in present)[:length] for shard in shards}
 
 

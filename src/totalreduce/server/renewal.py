@@ -59,16 +59,7 @@ class Renewal:
         shards: Sequence[int],
         replicas: int,
     ) -> None:
-        """Form nothing yet.
-
-        Args:
-            assembly: This process in the decisions on members.
-            formation: Forms a group (see ``Group.formation``).
-            holdings: The shards of this process.
-            servers: The seats that hold shards, if their processes are members.
-            shards: The numbers of the shards.
-            replicas: The number of servers that hold each shard.
-        """
+        """Form nothing yet. ``servers``: the seats that hold shards, if their processes are members."""
         self._epochs, self._holdings = Epochs(assembly, formation, self._level), holdings
         self._servers, self._shards, self._replicas = servers, shards, replicas
         self._entered: Epoch | None = None  #: The epoch that was entered last.
@@ -99,9 +90,6 @@ class Renewal:
 
     def renew(self, reason: PeerLost | str) -> Epoch | None:
         """Leave the group, and enter the next epoch; ``None``: the others have ended the job.
-
-        Args:
-            reason: The loss of a rank of the group, or why the members change.
 
         Raises:
             RecoveryError: As for ``begin``.

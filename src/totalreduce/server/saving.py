@@ -54,11 +54,6 @@ def describe_snapshot(folder: str | Path, run: str, mark: int) -> Array:
     All workers, and a process that takes the place of a lost one, send the same bytes. So shards that are written
     before and after a loss belong together.
 
-    Args:
-        folder: Where the versions are: a file system that all ranks see.
-        run: That of ``Origin``.
-        mark: That of the request to save.
-
     Raises:
         ConfigurationError: The name of the folder is too long.
     """
@@ -71,13 +66,8 @@ def describe_snapshot(folder: str | Path, run: str, mark: int) -> Array:
 def write_shard(note: str, clock: int, table: Table, about: dict[str, Any], place: int, count: int) -> None:
     """Write a shard of a snapshot.
 
-    Args:
-        note: What ``describe_snapshot`` has returned, as a text.
-        clock: Of all workers.
-        table: The values.
-        about: The settings that the one who reads it must have, too, and the number of the shard, as JSON values.
-        place: The place of the shard among all that have keys.
-        count: Their number.
+    ``note`` is what ``describe_snapshot`` has returned. ``about`` has the settings that the one who reads it must have,
+    too. ``place`` is that of the shard among the ``count`` shards that have keys.
 
     Raises:
         RecoveryError: It could not be written; or the folder has a snapshot of another run that is not earlier.
@@ -162,10 +152,7 @@ class Snapshot:
     def load(self, table: Table, layout: Layout, about: dict[str, Any]) -> None:
         """Set the values and the state of a table to those of the same keys.
 
-        Args:
-            table: Of any shard of any layout of these keys.
-            layout: The table's.
-            about: As for ``write_shard``. The number of shards, and numbers of the optimizer, may be others.
+        ``about``: as for ``write_shard``. The number of shards, and numbers of the optimizer, may be others.
 
         Raises:
             ConfigurationError: The snapshot is of other keys, values or another optimizer, or of a version of this

@@ -35,11 +35,7 @@ def saved(entry: Mapping[str, Any]) -> dict[str, Any]:
 def cut(entry: Mapping[str, Any], parameter: torch.Tensor, begin: int, end: int) -> dict[str, Any]:
     """Return a copy of the state of a part of a parameter, whose tensors are contiguous.
 
-    Args:
-        entry: The state of the parameter. Tensors of its shape have an element for each one of it.
-        parameter: The parameter.
-        begin: The first element of the part.
-        end: That behind the last one.
+    Tensors in ``entry`` of the shape of the parameter have an element for each one of it.
     """
     shape = parameter.shape if end - begin == parameter.numel() else (end - begin,)
     return {
@@ -54,10 +50,7 @@ def joined(parts: Mapping[int, Mapping[str, Any]], parameter: torch.Tensor) -> d
     """Return the state of a parameter from those of its parts; what is no tensor of their shape is that of the first.
 
     Tensors of the shape of the parameter have the order of its elements in memory, as those of its optimizer have.
-
-    Args:
-        parts: The states, by the first element of each part. One part alone is the whole parameter.
-        parameter: The parameter.
+    ``parts``: by the first element of each part; one part alone is the whole parameter.
     """
     begins = sorted(parts)
     first = parts[begins[0]]
@@ -72,23 +65,12 @@ def joined(parts: Mapping[int, Mapping[str, Any]], parameter: torch.Tensor) -> d
 
 
 def state_of(name: str, optimizer: torch.optim.Optimizer, entries: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what ``strategy_steps.state()`` returns.
-
-    Args:
-        name: The name of the strategy.
-        optimizer: The program's torch optimizer.
-        entries: The states of the parameters by number, not copied.
-    """
+    """Return what ``strategy_steps.state()`` returns, from the states of parameters by number; nothing is copied."""
     return {"strategy": name, "kind": type(optimizer).__qualname__, "optimizer": dict(sorted(entries.items()))}
 
 
 def check_state(state: object, name: str, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
     """Return the entries of a state by the number of the parameter.
-
-    Args:
-        state: What ``strategy_steps.state()`` has returned.
-        name: The name of the strategy.
-        optimizer: The program's torch optimizer.
 
     Raises:
         ConfigurationError: It is the state of another strategy, of another optimizer, or of another model.

@@ -105,12 +105,7 @@ class Server:
     # --------------------------------------------------------------------------------------------------------- epochs
 
     def begin_epoch(self, chains: Mapping[int, Sequence[int]], shards: Mapping[int, Shard]) -> None:
-        """Begin to serve shards. All servers of a chain have carried out the same changes.
-
-        Args:
-            chains: The ranks that hold each shard, the head first.
-            shards: The shards that this rank holds.
-        """
+        """Begin to serve shards, in chains of ranks. All servers of a chain have carried out the same changes."""
         self._copies = {}
         for number, shard in shards.items():
             place, chain = chains[number].index(self.rank), chains[number]

@@ -167,18 +167,11 @@ class Shard:
         gathering: Gathering | None = None,
         write: Callable[[str, int, Table], None] | None = None,
     ) -> None:
-        """Begin.
+        """Begin at a clock of all workers.
 
-        Args:
-            rank: That of the server. The memory of a message from a worker of this rank is the program's.
-            table: The values.
-            spec: What both ends know of the table.
-            rule: Which requests wait.
-            num_workers: The number of workers.
-            clock: That of all workers.
-            gathering: Has what workers push, until a strategy applies it; ``None``: ``rule`` says when it is applied.
-            write: Writes the table of a snapshot, from its description and the workers' clock. ``None``: snapshots are
-                refused.
+        The memory of a message from a worker of the same ``rank`` is the program's. ``gathering`` has what workers
+        push, until a strategy applies it; ``None``: ``rule`` says when it is applied. ``write`` writes the table of a
+        snapshot, from its description and the workers' clock; ``None``: snapshots are refused.
         """
         self.table, self.clocks = table, VectorClock([clock] * num_workers)
         self._write, self.gathering = write, gathering

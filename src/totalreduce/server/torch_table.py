@@ -71,14 +71,7 @@ class TorchTable(Table):
         inner: torch.optim.Optimizer,
         dtype: np.dtype[Any],
     ) -> None:
-        """Copy parts of the parameters.
-
-        Args:
-            shares: All shares.
-            share: The number of this one.
-            parameters: The program's.
-            inner: The program's torch optimizer.
-            dtype: The type of gradients and values in messages.
+        """Copy parts of the program's parameters. ``dtype``: that of gradients and values in messages.
 
         Raises:
             ConfigurationError: No second optimizer can be made, or it takes no steps with a given dense gradient.

@@ -236,7 +236,6 @@ LARGE = {
     "pytorch/optimizer.py DistributedOptimizer": (35, 20, "the methods of torch's optimizers"),
     "runner/runner.py Runner": (31, 17, "how threads end"),
     "server/client.py Client": (35, 18, "it cuts, encodes, filters, sends and sends again"),
-    "server/dense.py ServerSteps": (37, 26, "who has the optimizer, and the rule"),
     "server/messenger.py Messenger": (13, 18, "the functions that it calls"),
     "transports/simulated.py SimulatedNetwork": (23, 18, "what is simulated"),
 }
