@@ -634,7 +634,10 @@ def test_a_launcher_on_each_machine_as_with_torchrun(launcher, script):
     [
         (("-n", 2, "--nproc-per-node", 2), "-n and --nproc-per-node exclude each other"),
         (("--nproc-per-node", "gpu"), "--nproc-per-node is a number of workers, at least 1, not 'gpu'"),
-        (("-n", 4, "--nnodes", 2, "--node-rank", 0, "--master-addr", "a"), "write --nproc-per-node with --nnodes"),
+        (
+            ("-n", 4, "--nnodes", 2, "--node-rank", 0, "--master-addr", "a"),
+            "write --nproc-per-node instead",
+        ),
         (("--rdzv-endpoint", "a:1", "--on-loss", "replace"), "--on-loss does not go with --nnodes"),
     ],
 )
