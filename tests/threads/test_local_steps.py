@@ -22,7 +22,7 @@ from totalreduce.strategies.averaging import LocalSGD, PostLocalSGD
 from totalreduce.strategies.easgd import EASGD
 from totalreduce.strategies.gossip import Gossip
 from totalreduce.strategies.outer import DiLoCo, Nesterov, SlowMo
-from totalreduce.strategies.strategy import Strategy
+from totalreduce.strategies.strategy import HostElements, Strategy
 from totalreduce.strategies.strom import Strom
 from totalreduce.testing import run_ranks
 from totalreduce.testing.lockstep import run_exchanges
@@ -63,7 +63,7 @@ class OneOf:
         self.rank, self.world_size = rank, world_size
 
 
-class TorchReplica:
+class TorchReplica(HostElements):
     """A replica that knows nothing but its model."""
 
     def __init__(self, model: torch.nn.Module) -> None:

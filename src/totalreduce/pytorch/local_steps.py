@@ -24,7 +24,6 @@ from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError, DeadlineExceededError
 from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups.group import Group
-from totalreduce.kernels.arrays import Array
 from totalreduce.pytorch.deferred import DeferredUpdates
 from totalreduce.pytorch.replica import ModelReplica, check_equal
 from totalreduce.pytorch.round import RoundGuard
@@ -34,7 +33,7 @@ from totalreduce.sparse.group_driver import GroupDriver
 from totalreduce.sparse.rounds import with_arrays, with_tensors
 from totalreduce.sparse.worker import ExchangeWorker, Job
 from totalreduce.strategies.averaging import AveragingSession
-from totalreduce.strategies.strategy import Pending, RestartableSession, Strategy, TrainingOfRank
+from totalreduce.strategies.strategy import ElementsCopy, Pending, RestartableSession, Strategy, TrainingOfRank
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.work import Work
 
@@ -51,7 +50,7 @@ _JOINING = "this rank has announced that it has no more data: repeat join() unti
 class _Kept:
     """What ``undo`` restores: the state before a guarded step that ends with an exchange."""
 
-    parameters: Array
+    parameters: ElementsCopy
     optimizer: dict[str, Any]  #: The state of the torch optimizer.
     steps: dict[str, Any]  #: The state of ``LocalSteps``.
     is_done: bool = False  #: Whether the step and the exchange have ended, and only the guard has not agreed yet.
@@ -149,7 +148,7 @@ class LocalSteps(StrategySteps):
             return self.step()
         guard.before_wait()
         if self._kept is None:
-            everything = self._replica.read(range(len(self._replica.sizes)))
+            everything = self._replica.copy(0, sum(self._replica.sizes))
             self._kept = _Kept(everything, copy.deepcopy(self._inner.state_dict()), self.state_under_way())
         if not self._kept.is_done:
             self.step()
@@ -181,7 +180,7 @@ class LocalSteps(StrategySteps):
             return
         self.is_interrupted, self._loss = False, None
         self._waiting.clear()
-        self._replica.write(range(len(self._replica.sizes)), kept.parameters)
+        self._replica.update(0, kept.parameters)
         self._inner.load_state_dict(kept.optimizer)
         self.load_state({**kept.steps, "samples": 0.0})
 

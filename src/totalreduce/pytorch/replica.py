@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -14,13 +15,16 @@ from totalreduce.foundation.errors import ConfigurationError, PlanMismatchError
 from totalreduce.foundation.partition import parts_of_range
 from totalreduce.groups.group import Group
 from totalreduce.kernels.arrays import Array
+from totalreduce.strategies.strategy import ElementsCopy, HostCopy, HostElements
+from totalreduce.tensors.flats import FlatCopies
 from totalreduce.tensors.modes import write
+from totalreduce.tensors.streams import is_on_accelerator
 
 __all__ = ["ModelReplica", "check_equal"]
 
 
 @final
-class ModelReplica:
+class ModelReplica(HostElements):
     """The trained parameters of a model as a ``Replica``.
 
     Attributes:
@@ -45,6 +49,7 @@ class ModelReplica:
         self._sizes = [parameter.numel() for parameter in parameters]
         wide = any(parameter.dtype == torch.float64 for parameter in parameters)
         self._dtype = dtype or np.dtype(np.float64 if wide else np.float32)
+        self._copies = FlatCopies()
 
     @property
     def sizes(self) -> Sequence[int]:
@@ -77,24 +82,58 @@ class ModelReplica:
 
     def read_range(self, begin: int, end: int) -> Array:
         """Return a copy of a range of elements of all parameters, which lie one behind the other."""
-        parts = parts_of_range(self._sizes, begin, end)
-        return self._flat([self.parameters[tensor].detach().reshape(-1)[first:last] for tensor, first, last in parts])
+        return self._flat(self._range(begin, end))
 
     def write_range(self, begin: int, values: Array) -> None:
         """Set a range of elements."""
         self.write_parts(parts_of_range(self._sizes, begin, begin + values.size), values)
 
-    @torch.no_grad()
     def write_parts(self, parts: Iterable[tuple[int, int, int]], values: Array) -> None:
         """Set parts of parameters: a parameter's number, the first element, and that behind the last one."""
-        done = 0
+        with self._written(parts) as targets:
+            self._set(targets, values)
+
+    def copy(self, begin: int, end: int) -> ElementsCopy:
+        """Return a copy of a range of elements, which is in the memory of their device."""
+        if self._is_on_host:
+            return super().copy(begin, end)
+        return self._copies.copy(self._range(begin, end), self._dtype)
+
+    def place(self, begin: int, values: Array) -> ElementsCopy:
+        """Bring values to where a range of elements is. Any thread."""
+        if self._is_on_host:
+            return super().place(begin, values)
+        return self._copies.place(self._range(begin, begin + values.size), values)
+
+    def update(self, begin: int, placed: Any, compute: Callable[..., Any] | None = None, *operands: Any) -> None:
+        """Set a range of elements, by kernels for which nobody waits."""
+        if isinstance(placed, HostCopy):
+            super().update(begin, placed, compute, *operands)
+            return
+        with self._written(parts_of_range(self._sizes, begin, begin + placed.size)) as targets:
+            self._copies.write(targets, placed, compute, operands)
+
+    @property
+    def _is_on_host(self) -> bool:
+        return not any(map(is_on_accelerator, self.parameters))
+
+    def _range(self, begin: int, end: int) -> list[torch.Tensor]:
+        parts = parts_of_range(self._sizes, begin, end)
+        return [self.parameters[tensor].detach().reshape(-1)[first:last] for tensor, first, last in parts]
+
+    @contextlib.contextmanager
+    def _written(self, parts: Iterable[tuple[int, int, int]]) -> Iterator[list[torch.Tensor]]:
+        """Return tensors for these parts of parameters, into which the block writes."""
+        targets, flat = [], {}
         for tensor, first, last in parts:
-            parameter = self.parameters[tensor]
-            elements = parameter.reshape(-1)  # a copy where the memory has another order than the elements
-            elements[first:last].copy_(torch.from_numpy(values[done : done + last - first]))
+            if tensor not in flat:  # a copy where the memory has another order than the elements
+                flat[tensor] = self.parameters[tensor].detach().reshape(-1)
+            targets.append(flat[tensor][first:last])
+        yield targets
+        for tensor, elements in flat.items():
+            parameter = self.parameters[tensor].detach()
             if elements.data_ptr() != parameter.data_ptr():
-                parameter.copy_(elements.view(parameter.shape))
-            done += last - first
+                write(parameter, elements.view(parameter.shape))
 
     def describe_state(self) -> str:
         """Name the tensors of ``read_state``, with their sizes."""
@@ -124,6 +163,8 @@ class ModelReplica:
 
     @torch.no_grad()
     def _flat(self, tensors: Sequence[torch.Tensor]) -> Array:
+        if any(map(is_on_accelerator, tensors)):
+            return self._copies.copy(tensors, self._dtype).values()
         flat = np.empty(sum(tensor.numel() for tensor in tensors), self._dtype)
         begin = 0
         for tensor in tensors:
@@ -134,6 +175,9 @@ class ModelReplica:
 
     @torch.no_grad()
     def _set(self, tensors: Sequence[torch.Tensor], values: Array) -> None:
+        if any(map(is_on_accelerator, tensors)):
+            self._copies.write(tensors, self._copies.place(tensors, values))
+            return
         begin = 0
         for tensor in tensors:
             part = torch.from_numpy(values[begin : begin + tensor.numel()])

@@ -20,8 +20,8 @@ import numpy as np
 
 from totalreduce.foundation import checks
 from totalreduce.kernels.arrays import Array
-from totalreduce.sparse.actions import Action, Messages
-from totalreduce.strategies.strategy import Pending, Replica, Strategy, StrategySession, mean_of
+from totalreduce.sparse.actions import Action, Exchange, Messages
+from totalreduce.strategies.strategy import ElementsCopy, Later, Pending, Replica, Strategy, StrategySession, mean_of
 
 __all__ = ["Gossip", "GossipSession", "partners"]
 
@@ -95,11 +95,13 @@ class GossipSession(StrategySession):
         #: so small that an update divided by it would let training diverge.
         self._counts_wholly = 0 < settings.overlap <= settings.period
         #: Where updates count wholly: the parameters before the step.
-        self._before = replica.read(self._tensors) if self._counts_wholly else np.empty(0, replica.dtype)
+        self._size = sum(replica.sizes)
+        self._before: ElementsCopy = replica.copy(0, self._size if self._counts_wholly else 0)
         num_under_way = -(-settings.overlap // settings.period)
-        nothing = np.zeros(sum(replica.sizes) + 1, replica.dtype)
         #: The messages of the last exchanges, of which some may be under way.
-        self._messages = deque([nothing] * num_under_way, maxlen=num_under_way)
+        self._messages = deque([Later(self._nothing)] * num_under_way, maxlen=num_under_way)
+        #: By channel: what has come, and where it is for the next update.
+        self._placed: dict[int, tuple[Array, ElementsCopy]] = {}
 
     def ends_exchange(self) -> bool:
         """Whether an exchange that began with the end of a period is due."""
@@ -119,21 +121,35 @@ class GossipSession(StrategySession):
             return []
         to, _ = partners(self._settings, self._number, self._rank, self._world_size)
         self._number += 1
-        values = self._replica.read(self._tensors)
         if to is None:
-            message = np.zeros(values.size + 1, values.dtype)
+            message = Later(self._nothing)
         else:
             self._weight /= 2
-            half = values.dtype.type(self._weight)
-            message = np.append(values * half, half)
+            message = self._half(self._replica.copy(0, self._size), self._replica.dtype.type(self._weight))
         self._messages.append(message)
         return [self._exchange(message, self._number, self._steps + self._settings.overlap)]
 
-    def _exchange(self, message: Array, number: int, due: int) -> Pending:
+    def _nothing(self) -> Array:
+        """Return the message of a rank without a partner."""
+        return np.zeros(self._size + 1, self._replica.dtype)
+
+    def _half(self, own: ElementsCopy, half: Any) -> Later[Array]:
+        """Return the message of a rank that gives a share of its parameters away."""
+        return Later(lambda: np.append(own.values() * half, half))
+
+    def _exchange(self, message: Later[Array], number: int, due: int) -> Pending:
         """Return an exchange, numbered from 1, in which this rank sends a message to its partner, if it has one."""
         to, source = partners(self._settings, number - 1, self._rank, self._world_size)
         exchange = _rest(message) if to is None or source is None else _swap(message, to, source)
-        return Pending(number % (self._settings.overlap + 1), due, exchange)
+        channel = number % (self._settings.overlap + 1)
+        return Pending(channel, due, self._placing(channel, exchange))
+
+    def _placing(self, channel: int, exchange: Exchange) -> Exchange:
+        """Carry an exchange out, and bring what has come to where it is needed; in the thread of the exchange."""
+        result = yield from exchange
+        if result is not None:
+            self._placed[channel] = result, self._replica.place(0, result[:-1])
+        return result
 
     def restart(self, channel: int, due: int) -> Pending:
         """Return an exchange that has begun, and whose result is not applied, from its beginning."""
@@ -148,10 +164,8 @@ class GossipSession(StrategySession):
         ranks, whatever the weight of its rank is.
         """
         if self._weight != 1.0:
-            values = self._replica.read(self._tensors)
-            values = self._before + (values - self._before) / values.dtype.type(self._weight)
-            self._replica.write(self._tensors, values)
-        self._before = self._replica.read(self._tensors)  # as parameters of few bits are rounded
+            self._replica.update(0, self._before, _wholly, self._replica.dtype.type(self._weight))
+        self._before = self._replica.copy(0, self._size)  # as parameters of few bits are rounded
 
     def ending(self) -> list[Pending]:
         """Begin an average of the parameters of all ranks, weighted as push-sum does."""
@@ -165,44 +179,61 @@ class GossipSession(StrategySession):
         if result is None:
             return
         if channel == self._last_channel:
-            self._weight, values = 1.0, result[:-1] / result[-1]
+            self._weight = 1.0
+            self._replica.write(self._tensors, result[:-1] / result[-1])
         else:
-            share, came, weight = self._weight, result[:-1], float(result[-1])
-            self._weight = share + weight
+            came, placed = self._placed.pop(channel, (None, None))
+            if came is not result or placed is None:  # the result is that of a saved state
+                placed = self._replica.place(0, result[:-1])
+            share, self._weight = self._weight, self._weight + float(result[-1])
             kind = result.dtype.type
-            values = (self._replica.read(self._tensors) * kind(share) + came) / kind(self._weight)
-        self._replica.write(self._tensors, values)
+            self._replica.update(0, placed, _together, kind(share), kind(self._weight))
         if self._counts_wholly:
-            self._before = self._replica.read(self._tensors)
+            self._before = self._replica.copy(0, self._size)
 
     def state(self) -> Mapping[str, Any]:
         """Return numbers of steps and exchanges, the weight; with overlap messages, and parameters before a step."""
         own: dict[str, Any] = {"weight": self._weight}
         if self._settings.overlap:
-            own["messages"] = list(self._messages)
+            own["messages"] = [message.get() for message in self._messages]
         if self._counts_wholly:
-            own["before"] = self._before
+            own["before"] = self._before.values()
         return {"shared": {"steps": self._steps, "number": self._number}, "own": own}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
         self._steps, self._number = state["shared"]["steps"], state["shared"]["number"]
         self._weight = state["own"]["weight"]
-        self._messages.extend(state["own"].get("messages", ()))
+        self._messages.extend(_known(message) for message in state["own"].get("messages", ()))
+        self._placed.clear()
         if self._counts_wholly:
-            self._before = state["own"]["before"]
+            self._before = self._replica.place(0, state["own"]["before"])
 
 
-def _rest(message: Array) -> Generator[Action, Any, Array | None]:
+def _wholly(own: Any, before: Any, weight: Any) -> Any:
+    return before + (own - before) / weight
+
+
+def _together(own: Any, came: Any, share: Any, weight: Any) -> Any:
+    return (own * share + came) / weight
+
+
+def _known(message: Array) -> Later[Array]:
+    return Later(lambda: message)
+
+
+def _rest(message: Later[Array]) -> Generator[Action, Any, Array | None]:
     """Take part in an exchange in which this rank has no partner.
 
     The rank keeps its message, which has no weight if the rank had no partner either when the exchange began.
     """
     yield Messages({}, {})
-    return message if message[-1] else None
+    own = message.get()
+    return own if own[-1] else None
 
 
-def _swap(message: Array, to: int, source: int) -> Generator[Action, Any, Array]:
-    block = message.view(np.uint8)
+def _swap(message: Later[Array], to: int, source: int) -> Generator[Action, Any, Array]:
+    own = message.get()
+    block = own.view(np.uint8)
     came = yield Messages({to: block}, {source: block.size})
-    return np.ascontiguousarray(came[source]).view(message.dtype)
+    return np.ascontiguousarray(came[source]).view(own.dtype)

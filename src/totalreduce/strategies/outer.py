@@ -12,7 +12,7 @@ momentum.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, final
 
@@ -23,7 +23,17 @@ from totalreduce.foundation import checks
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.foundation.partition import balanced_range
 from totalreduce.kernels.arrays import Array
-from totalreduce.strategies.strategy import Pending, Replica, Strategy, StrategySession, mean_of
+from totalreduce.sparse.actions import Action
+from totalreduce.strategies.strategy import (
+    ElementsCopy,
+    HostCopy,
+    Later,
+    Pending,
+    Replica,
+    Strategy,
+    StrategySession,
+    mean_of,
+)
 
 __all__ = ["DiLoCo", "HeavyBall", "Nesterov", "OuterOptimizer", "OuterSession", "SlowMo"]
 
@@ -33,6 +43,8 @@ class OuterOptimizer(Protocol):
 
     def move(self, common: Array, update: Array, velocity: Array) -> None:
         """Change the common parameters and the velocity in place.
+
+        With an overlap, and parameters on an accelerator, another thread than the one that trains calls this.
 
         Args:
             common: The parameters that all ranks have.
@@ -175,6 +187,17 @@ class SlowMo(Strategy):
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """Where an average moves a fragment. It is computed in the thread of the exchange, and counts when it is due."""
+
+    average: Array
+    common: Array
+    velocity: Array
+    placed: ElementsCopy  #: The common parameters.
+
+
+@final
 class _Fragment:
     """A part of the model."""
 
@@ -188,11 +211,28 @@ class _Fragment:
         #: With overlap: this rank's update in the last exchange, with which it can be restarted.
         self.under_way = np.zeros_like(self.common if overlaps else nothing)
         #: With ``mix="progress"``: this rank's parameters with which the last exchange began.
-        self.begun = (self.common if adds_progress else nothing).copy()
+        self.begun: ElementsCopy = HostCopy((self.common if adds_progress else nothing).copy())
+        if adds_progress:
+            self.begun = replica.place(begin, self.begun.values())
+        self.settled = Later(lambda: None)  #: When this rank's update of the last exchange is in ``rest``.
+        #: Whether the common parameters are moved in the thread of the exchange, and not in place when it is due.
+        self.moves_beside = False
+        self.moved: _Moved | None = None  #: If so: where the last exchange moves them.
 
-    def read(self, replica: Replica) -> Array:
+    def copy(self, replica: Replica) -> ElementsCopy:
         """Return a copy of the replica's elements."""
-        return replica.read_range(self.begin, self.begin + self.common.size)
+        return replica.copy(self.begin, self.begin + self.common.size)
+
+    def note(self, own: ElementsCopy) -> None:
+        """Note this rank's parameters, with which an exchange begins."""
+        # On a host without accelerators the copies would cost more than the thread that trains saves.
+        self.moves_beside = self.under_way.size > 0 and not isinstance(own, HostCopy)
+        self.settled = Later(lambda: self._settle(own))
+
+    def _settle(self, own: ElementsCopy) -> None:
+        self.rest += self.common - own.values()
+        if self.under_way.size:
+            self.under_way[:] = self.rest
 
 
 @final
@@ -230,29 +270,37 @@ class OuterSession(StrategySession):
         """Begin the exchange of the fragments whose turn it is."""
         del weight
         self._steps += 1
-        settings, pending = self._settings, []
+        pending = []
         for number in self._turns(self._steps):
             fragment = self._fragments[number]
-            values = fragment.read(self._replica)
-            fragment.rest += fragment.common - values
+            own = fragment.copy(self._replica)
+            fragment.note(own)
             if self._adds_progress:
-                fragment.begun = values
-            if settings.overlap:
-                fragment.under_way[:] = fragment.rest
-            pending.append(self._exchange(number, self._steps + settings.overlap))
+                fragment.begun = own
+            pending.append(self._pending(number, self._steps + self._settings.overlap))
         return pending
 
-    def _exchange(self, number: int, due: int) -> Pending:
-        """Return the exchange of a fragment's update, which is in ``rest``."""
-        begun = due - self._settings.overlap
-        exchange = mean_of(self._fragments[number].rest, self._settings.codec, self._rank, self._world_size, begun)
-        return Pending(number, due, exchange)
+    def _pending(self, number: int, due: int) -> Pending:
+        return Pending(number, due, self._exchange(self._fragments[number], due - self._settings.overlap))
+
+    def _exchange(self, fragment: _Fragment, begun: int) -> Generator[Action, Any, Array]:
+        """Return the average of the ranks' updates, and prepare what it changes; in the thread of the exchange."""
+        fragment.settled.get()
+        average = yield from mean_of(fragment.rest, self._settings.codec, self._rank, self._world_size, begun)
+        if fragment.moves_beside:
+            fragment.moved = self._moved(fragment, average, fragment.common.copy(), fragment.velocity.copy())
+        return average
+
+    def _moved(self, fragment: _Fragment, average: Array, common: Array, velocity: Array) -> _Moved:
+        """Move the common parameters along an average."""
+        self._settings.outer.move(common, average, velocity)
+        return _Moved(average, common, velocity, self._replica.place(fragment.begin, common))
 
     def restart(self, channel: int, due: int) -> Pending:
         """Return an exchange that has begun, and whose result is not applied, from its beginning."""
         fragment = self._fragments[channel]
         fragment.rest = fragment.under_way.copy()  # the exchange that has ended may still write to the old array
-        return self._exchange(channel, due)
+        return self._pending(channel, due)
 
     def apply(self, channel: int, result: Any) -> None:
         """Move the common parameters of the channel's fragment, and the replica to them.
@@ -263,21 +311,24 @@ class OuterSession(StrategySession):
             self._begin_anew(result)
             return
         fragment, settings = self._fragments[channel], self._settings
-        settings.outer.move(fragment.common, result, fragment.velocity)
-        values = fragment.common
+        moved, fragment.moved = fragment.moved, None
+        if moved is None or moved.average is not result:  # nor is that of a saved state
+            moved = self._moved(fragment, result, fragment.common, fragment.velocity)
+        fragment.common, fragment.velocity = moved.common, moved.velocity
         if self._adds_progress:
-            values = values + (fragment.read(self._replica) - fragment.begun)
+            self._replica.update(fragment.begin, moved.placed, _with_progress, fragment.begun)
         elif settings.overlap and settings.mix:
-            mix = values.dtype.type(settings.mix)
-            values = mix * fragment.read(self._replica) + (1 - mix) * values
-        self._replica.write_range(fragment.begin, values)
+            mix = fragment.common.dtype.type(settings.mix)
+            self._replica.update(fragment.begin, moved.placed, _mixed, mix, 1 - mix)
+        else:
+            self._replica.update(fragment.begin, moved.placed)
 
     def ending(self) -> list[Pending]:
         """Begin an average of the parameters, unless the last step has made them equal. Velocities stay as they are."""
         settings = self._settings
         if not settings.overlap and len(self._fragments) == 1 and not self._steps % settings.period:
             return []
-        values = np.concatenate([fragment.read(self._replica) - fragment.rest for fragment in self._fragments])
+        values = np.concatenate([fragment.copy(self._replica).values() - fragment.rest for fragment in self._fragments])
         exchange = mean_of(values, None, self._rank, self._world_size, self._steps)
         return [Pending(len(self._fragments), self._steps, exchange)]
 
@@ -291,6 +342,8 @@ class OuterSession(StrategySession):
 
     def state(self) -> Mapping[str, Any]:
         """Return the number of steps; common parameters and velocities; what was not sent, and what is under way."""
+        for fragment in self._fragments:
+            fragment.settled.get()
         shared = {
             "steps": self._steps,
             "common": [fragment.common for fragment in self._fragments],
@@ -300,7 +353,7 @@ class OuterSession(StrategySession):
         if self._settings.overlap:
             own["under_way"] = [fragment.under_way for fragment in self._fragments]
         if self._adds_progress:
-            own["begun"] = [fragment.begun for fragment in self._fragments]
+            own["begun"] = [fragment.begun.values() for fragment in self._fragments]
         return {"shared": shared, "own": own}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -310,9 +363,18 @@ class OuterSession(StrategySession):
         parts = zip(self._fragments, shared["common"], shared["velocities"], own["rests"], strict=True)
         for fragment, common, velocity, rest in parts:
             fragment.common, fragment.velocity, fragment.rest = common, velocity, rest
+            fragment.settled, fragment.moved = Later(lambda: None), None
         if self._settings.overlap:
             for fragment, under_way in zip(self._fragments, own["under_way"], strict=True):
                 fragment.under_way = under_way
         if self._adds_progress:
             for fragment, begun in zip(self._fragments, own["begun"], strict=True):
-                fragment.begun = begun
+                fragment.begun = self._replica.place(fragment.begin, begun)
+
+
+def _with_progress(own: Any, common: Any, begun: Any) -> Any:
+    return common + (own - begun)
+
+
+def _mixed(own: Any, common: Any, mix: Any, rest: Any) -> Any:
+    return mix * own + rest * common

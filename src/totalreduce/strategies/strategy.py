@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from abc import ABC
-from collections.abc import Generator, Mapping, Sequence
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, final, runtime_checkable
 
 import numpy as np
 
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ROUNDS",
+    "ElementsCopy",
+    "HostCopy",
+    "HostElements",
+    "Later",
     "Pending",
     "Replica",
     "RestartableSession",
@@ -30,8 +35,17 @@ __all__ = [
     "mean_of",
 ]
 
+T = TypeVar("T")
+
 #: What programs do with a strategy whose state ``tr.recoverable`` cannot keep.
 ROUNDS = "Or train in rounds of tr.attempts (docs/recovery-strategies.md, Rounds)"
+
+
+class ElementsCopy(Protocol):
+    """A copy of a range of a replica's elements (``Replica.copy``, ``Replica.place``)."""
+
+    def values(self) -> Array:
+        """Return the elements. Any thread; waits for kernels, so the thread that trains leaves it to the exchange."""
 
 
 class Replica(Protocol):
@@ -61,6 +75,25 @@ class Replica(Protocol):
     def write_range(self, begin: int, values: Array) -> None:
         """Set a range of elements."""
 
+    def copy(self, begin: int, end: int) -> ElementsCopy:
+        """Return a copy of a range of elements, which is in the memory of their device."""
+
+    def place(self, begin: int, values: Array) -> ElementsCopy:
+        """Bring values to where a range of elements is, for ``update``. Any thread; nobody changes them any more."""
+
+    def update(
+        self, begin: int, placed: ElementsCopy, compute: Callable[..., Any] | None = None, *operands: Any
+    ) -> None:
+        """Set a range of elements.
+
+        Args:
+            begin: The first one.
+            placed: The values of all of them.
+            compute: Returns other values instead, of the present ones, those of ``placed``, and the operands. It uses
+                operators alone, because it gets arrays or tensors.
+            operands: Copies of the same range, or numbers of the arrays' type.
+        """
+
     def describe_state(self) -> str:
         """Name the tensors of ``read_state``, with their sizes."""
 
@@ -69,6 +102,63 @@ class Replica(Protocol):
 
     def write_state(self, values: Array) -> None:
         """Set these tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """An ``ElementsCopy`` in host memory."""
+
+    array: Array
+
+    def values(self) -> Array:
+        """Return the array."""
+        return self.array
+
+
+class HostElements(ABC):
+    """Copies of a ``Replica`` whose elements are in host memory."""
+
+    @abstractmethod
+    def read_range(self, begin: int, end: int) -> Array:
+        """Return a copy of a range of elements."""
+
+    @abstractmethod
+    def write_range(self, begin: int, values: Array) -> None:
+        """Set a range of elements."""
+
+    def copy(self, begin: int, end: int) -> ElementsCopy:
+        """Return a copy of a range of elements."""
+        return HostCopy(self.read_range(begin, end))
+
+    def place(self, begin: int, values: Array) -> ElementsCopy:
+        """Return the values themselves: they are where they are needed."""
+        del begin
+        return HostCopy(values)
+
+    def update(self, begin: int, placed: Any, compute: Callable[..., Any] | None = None, *operands: Any) -> None:
+        """Set a range of elements (``Replica.update``)."""
+        values = placed.array
+        if compute is not None:
+            others = [operand.array if isinstance(operand, HostCopy) else operand for operand in operands]
+            values = compute(self.read_range(begin, begin + values.size), values, *others)
+        self.write_range(begin, values)
+
+
+@final
+class Later(Generic[T]):
+    """A value that is computed once, by the first thread that asks for it."""
+
+    def __init__(self, compute: Callable[[], T]) -> None:
+        self._compute: Callable[[], T] | None = compute
+        self._lock = threading.Lock()
+        self._value: list[T] = []
+
+    def get(self) -> T:
+        """Return the value; others that ask wait meanwhile."""
+        with self._lock:
+            if self._compute is not None:
+                self._value, self._compute = [self._compute()], None
+            return self._value[0]
 
 
 @dataclass(frozen=True, slots=True)

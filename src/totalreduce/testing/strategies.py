@@ -15,14 +15,14 @@ import numpy as np
 
 from totalreduce.foundation.partition import parts_of_range
 from totalreduce.kernels.arrays import Array
-from totalreduce.strategies.strategy import Pending, RestartableSession, Strategy, StrategySession
+from totalreduce.strategies.strategy import HostElements, Pending, RestartableSession, Strategy, StrategySession
 from totalreduce.testing.lockstep import run_exchanges
 
 __all__ = ["ArrayReplica", "StrategyRanks"]
 
 
 @final
-class ArrayReplica:
+class ArrayReplica(HostElements):
     """A ``Replica`` that is a list of arrays."""
 
     def __init__(self, arrays: Sequence[Array]) -> None:
