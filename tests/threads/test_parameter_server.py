@@ -273,7 +273,7 @@ def test_arguments_that_cannot_be() -> None:
             ([3, 3], np.ones(2, np.float32), "ascending"),
             ([3, 10], np.ones(2, np.float32), "from 0 to 9"),
             ([3], np.ones(2, np.float32), "expected is"),
-            ([3], torch.ones(1, dtype=torch.bfloat16), "dense tensor on the CPU, not torch.bfloat16"),
+            ([3], torch.ones(1, dtype=torch.bfloat16), "dense tensor of a type that NumPy has, not torch.bfloat16"),
             ([3], [1.0], "not list"),
             (slice(0, 9, 2), np.ones(2, np.float32), "slice"),
             (slice(2, 12), np.ones(10, np.float32), "no range"),

@@ -10,8 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, final
 
-import numpy as np
-
 from totalreduce.foundation import checks
 from totalreduce.foundation.errors import (
     ConfigurationError,
@@ -19,7 +17,7 @@ from totalreduce.foundation.errors import (
     GroupClosed,
     SlowWorkersError,
 )
-from totalreduce.server.arguments import Keys, Values, array_of, keys_of, readable
+from totalreduce.server.arguments import Keys, Values, array_of, destination_of, keys_of, readable, share_memory
 from totalreduce.server.driver import Driver
 from totalreduce.server.messages import Kind
 from totalreduce.server.requests import Call, PushOptions
@@ -65,16 +63,25 @@ class ServerStatistics:
 @final
 @never_compiled
 class Ticket:
-    """The handle of a call. The program must not change keys, values or ``out`` of the call before it is done."""
+    """The handle of a call. The program must not change keys, values or ``out`` of the call before it is done.
 
-    __slots__ = ("_call", "_connection")
+    An ``out`` on an accelerator is written by the current stream of the first thread that learns that the call is done.
+    """
 
-    def __init__(self, connection: Connection, call: Call) -> None:
-        self._connection, self._call = connection, call
+    __slots__ = ("_arrive", "_call", "_connection")
+
+    def __init__(self, connection: Connection, call: Call, arrive: Callable[[], object] | None = None) -> None:
+        """``arrive``: brings the values to an accelerator when the call has ended well."""
+        self._connection, self._call, self._arrive = connection, call, arrive
 
     def done(self) -> bool:
         """Return whether the call has ended, with or without an error. Never blocks."""
-        return self._call.is_done
+        is_done = self._call.is_done
+        if is_done and self._arrive is not None:
+            arrive, self._arrive = self._arrive, None
+            if self._call.error is None:
+                arrive()
+        return is_done
 
     @property
     def staleness(self) -> int:
@@ -95,6 +102,7 @@ class Ticket:
             GroupClosed: The connection or the group was closed.
         """
         self._connection.await_call(self._call, timeout_s)
+        self.done()
 
 
 @final
@@ -137,9 +145,10 @@ class Connection:
 
         Args:
             keys: Integers, ascending, each once; or ``slice(a, b)``.
-            values: A NumPy array or a torch tensor on the CPU, of shape (n, width), or (n,) if the width is 1, in the
+            values: A NumPy array or a torch tensor, of shape (n, width), or (n,) if the width is 1, in the
                 type of the table. A contiguous array that can be written is not copied, unless it has keys of several
-                servers. Keys are copied.
+                servers. A tensor of an accelerator is copied before the call returns, which waits for its kernels. Keys
+                are copied.
             lr: The learning rate of this update; ``None``: that of the optimizer. Where a rule takes the mean
                 of a step, that of the first rank counts.
             held: Servers keep the update until this worker's step ends (``clock``); until then ``withdraw`` takes it
@@ -166,7 +175,7 @@ class Connection:
         Under ``Sequential`` the pull does not see the push, but the values at the beginning of the step. ``values`` and
         ``out`` must not share memory.
         """
-        if np.may_share_memory(array_of("values", values), array_of("out", out)):
+        if share_memory(values, out):
             raise ConfigurationError("values and out of push_pull share memory")
         return self._start(Kind.PUSH_PULL, keys, values, out)
 
@@ -422,7 +431,7 @@ class Connection:
         if options.lr is not None:
             self._check_rate(options.lr)
         pushed = None if values is None else readable(array_of("values", values))
-        pulled = None if out is None else array_of("out", out)
+        pulled, arrive = (None, None) if out is None else destination_of(out)
         with self._lock:
             self._check_open()
             if isinstance(keys, slice):
@@ -430,12 +439,12 @@ class Connection:
                     raise ConfigurationError(f"keys are slice(begin, end), not {keys}")
                 begin = 0 if keys.start is None else checks.integer("begin", keys.start)
                 end = checks.integer("end", keys.stop)
-                return self._submit(self._client.on_range(kind, begin, end, pushed, pulled, options))
-            return self._submit(self._client.on_keys(kind, readable(keys_of(keys)), pushed, pulled, options))
+                return self._submit(self._client.on_range(kind, begin, end, pushed, pulled, options), arrive)
+            return self._submit(self._client.on_keys(kind, readable(keys_of(keys)), pushed, pulled, options), arrive)
 
-    def _submit(self, call: Call) -> Ticket:
+    def _submit(self, call: Call, arrive: Callable[[], object] | None = None) -> Ticket:
         self._driver.flush()
-        return Ticket(self, call)
+        return Ticket(self, call, arrive)
 
     def _check_open(self) -> None:
         driver = self._driver

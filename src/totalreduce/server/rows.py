@@ -10,6 +10,8 @@ import numpy as np
 import torch
 
 from totalreduce.kernels.arrays import Array
+from totalreduce.tensors.flats import FlatCopies
+from totalreduce.tensors.streams import is_on_accelerator
 
 __all__ = ["WIDTH", "ModelRows"]
 
@@ -31,7 +33,7 @@ class ModelRows:
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], dtype: np.dtype[Any]) -> None:
         """Place the parameters; ``dtype``: that of the table."""
-        self.parameters, self._dtype = list(parameters), dtype
+        self.parameters, self._dtype, self._copies = list(parameters), dtype, FlatCopies()
         self.numbers = range(len(self.parameters))
         counts = [-(-parameter.numel() // WIDTH) for parameter in parameters]
         self.begins: list[int] = [0, *np.cumsum(counts).tolist()]
@@ -51,30 +53,45 @@ class ModelRows:
         part = torch.from_numpy(array.reshape(-1)[begin : begin + parameter.numel()])
         return part.view(parameter.shape)
 
-    @torch.no_grad()
     def read(self, array: Array) -> None:
         """Copy all parameters into an array."""
-        for number, parameter in enumerate(self.parameters):
-            self.of(array, number).copy_(parameter)
+        self._read([(self.of(array, number), parameter) for number, parameter in enumerate(self.parameters)])
 
     @torch.no_grad()
     def write(self, array: Array, numbers: Iterable[int]) -> None:
         """Set some parameters."""
-        for number in numbers:
-            self.parameters[number].copy_(self.of(array, number))
+        pairs = [(self.parameters[number], self.of(array, number)) for number in numbers]
+        parameters = [parameter for parameter, _ in pairs]
+        if any(map(is_on_accelerator, parameters)):
+            parts = np.concatenate([part.reshape(-1).numpy() for _, part in pairs])
+            self._copies.write(parameters, self._copies.place(parameters, parts))
+            return
+        for parameter, part in pairs:
+            parameter.copy_(part)
 
-    @torch.no_grad()
     def read_gradients(self, array: Array, numbers: Iterable[int]) -> list[bool]:
         """Copy some gradients into an array, zeros where there is none; return of which parameters there is one."""
         present = [False] * len(self.parameters)
+        pairs = []
         for number in numbers:
             gradient, part = self.parameters[number].grad, self.of(array, number)
             present[number] = gradient is not None
             if gradient is None:
                 part.zero_()
             else:
-                part.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+                pairs.append((part, gradient.to_dense() if gradient.is_sparse else gradient))
+        self._read(pairs)
         return present
+
+    @torch.no_grad()
+    def _read(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy tensors into parts of an array; from accelerators all at once."""
+        sources = [source for _, source in pairs]
+        if any(map(is_on_accelerator, sources)):
+            values = torch.from_numpy(self._copies.copy(sources, self._dtype).values())
+            sources = list(torch.split(values, [source.numel() for source in sources]))
+        for (part, _), source in zip(pairs, sources, strict=True):
+            part.copy_(source if source.shape == part.shape else source.view(part.shape))
 
     def runs(self, present: Sequence[bool]) -> list[tuple[int, int]]:
         """Return the ranges of rows of parameters that are present; ranges that touch are one."""

@@ -8,7 +8,7 @@ stream, which waits for it, writes the tensors. So side streams touch no tensor 
 
 from __future__ import annotations
 
-import logging
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
@@ -19,9 +19,7 @@ from totalreduce.kernels.arrays import Array
 from totalreduce.tensors.modes import unseen, writing
 from totalreduce.tensors.streams import SideStreams, record
 
-__all__ = ["FlatCopies", "FlatCopy"]
-
-_log = logging.getLogger(__name__)
+__all__ = ["FlatCopies", "FlatCopy", "pinned"]
 
 
 @final
@@ -74,7 +72,6 @@ class FlatCopies:
 
     def __init__(self) -> None:
         self._side = SideStreams()
-        self._has_warned = False
 
     @torch.no_grad()
     def copy(self, tensors: Sequence[torch.Tensor], dtype: np.dtype[Any]) -> FlatCopy:
@@ -101,7 +98,7 @@ class FlatCopies:
                 if device.type == "cpu":
                     flats.append(_Flat(torch.cat([source[span] for span in spans]), spans, None))
                     continue
-                host = self._pinned(sum(member.numel() for member in members), source.dtype)
+                host = pinned((sum(member.numel() for member in members),), source.dtype)
                 torch.cat([source[span] for span in spans], out=host)
                 with self._side.on(device):
                     flat = host.to(device, non_blocking=True)
@@ -149,7 +146,7 @@ class FlatCopies:
         if flat.ready is None:
             return flat.elements
         device = flat.elements.device
-        host, stream = self._pinned(flat.elements.numel(), flat.elements.dtype), self._side.of(device)
+        host, stream = pinned(flat.elements.shape, flat.elements.dtype), self._side.of(device)
         with torch.no_grad(), unseen(), self._side.on(device):
             stream.wait_event(flat.ready)
             host.copy_(flat.elements, non_blocking=True)
@@ -157,19 +154,19 @@ class FlatCopies:
         record(stream, device).synchronize()
         return host
 
-    def _pinned(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        try:
-            return torch.empty(num_elements, dtype=dtype, device="cpu", pin_memory=True)
-        except RuntimeError as error:  # also torch.OutOfMemoryError
-            if not self._has_warned:
-                self._has_warned = True
-                _log.warning(
-                    "the accelerator refuses to pin %d bytes of host memory (%s): copies of parameters use memory that "
-                    "is not pinned, and are slower. Raise the limit of locked memory (ulimit -l)",
-                    num_elements * dtype.itemsize,
-                    error,
-                )
-            return torch.empty(num_elements, dtype=dtype, device="cpu")
+
+def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return pinned memory; where it is refused, memory that is not pinned, with a warning."""
+    try:
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+    except RuntimeError as error:  # also torch.OutOfMemoryError
+        warnings.warn(
+            f"the accelerator refuses to pin host memory ({error}): copies use memory that is not pinned, and are "
+            "slower. Raise the limit of locked memory (ulimit -l)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def _array(host: torch.Tensor, dtype: np.dtype[Any]) -> Array:

@@ -8,8 +8,10 @@ import json
 import os
 import sys
 import threading
+import time
 import traceback
 
+import pytest
 import torch
 
 sys.path.append(os.environ["HELPERS"])
@@ -109,9 +111,35 @@ def strategies_whose_result_is_due_at_once_have_the_bits_of_host_tensors():
 
 
 @case
+def strategies_with_servers_have_the_bits_of_host_tensors():
+    for settings in ({"optimizer": "worker"}, {"optimizer": "server", "consistency": tr.ps.Sequential()}):
+        same_bits(tr.ParameterServer(**settings), waits=True)
+
+
+@case
 def states_that_are_saved_and_loaded_have_the_bits_of_host_tensors():
     for sync in (tr.DiLoCo(period=3, overlap=2, mix="progress"), tr.Gossip(overlap=2)):
         same_bits(sync, waits=True, reloads_after=4)
+
+
+@case
+def values_of_a_parameter_server_are_on_the_device():
+    with tr.ps.connect(group, num_keys=100, width=4) as client:
+        for kind in (None, *fake_accelerator.KINDS):
+            if kind is not None:
+                fake.lazy(kind)
+            values, keys = numbers(rank, (3, 4)), torch.tensor([10 * rank, 10 * rank + 3, 99 - rank])
+            client.assign(late(keys, "fake:1"), late(values, "fake:0")).wait()
+            out = torch.zeros(3, 4, device="fake:1")
+            for pull in (client.pull(keys, out), client.pull(slice(10 * rank, 10 * rank + 3), out)):
+                while not pull.done():
+                    time.sleep(0.001)
+                found = out.cpu()
+            assert torch.equal(found[0], values[0])
+            client.pull(keys, out).wait()
+            assert torch.equal(out.cpu(), values)
+            with pytest.raises(tr.ConfigurationError, match="share memory"):
+                client.push_pull(keys, out, out)
 
 
 def main():
