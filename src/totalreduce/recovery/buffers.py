@@ -19,6 +19,7 @@ import torch
 from totalreduce.foundation.errors import ConfigurationError
 from totalreduce.recovery.places import Places
 from totalreduce.recovery.watch import Watch
+from totalreduce.tensors.flats import fetch, host_like
 from totalreduce.tensors.modes import outside_inference_mode
 from totalreduce.tensors.values import set_values
 
@@ -100,7 +101,7 @@ class BufferRow:
             plain = buffer.detach()
             if not plain.is_contiguous() or plain.device.type != "cpu" or plain.is_conj() or plain.is_neg():
                 self._distant.append(plain)
-                plain = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
+                plain = host_like(plain)
                 self._copies.append(plain)
             starts[name] = (num_bytes, torch.empty_like(plain, device="meta"))
             gap = -plain.nbytes % _ALIGNMENT
@@ -124,7 +125,7 @@ class BufferRow:
         if row is None or len(row) != num_bytes:
             row = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         if self._distant:
-            torch._foreach_copy_(self._copies, self._distant)
+            fetch(self._copies, self._distant)
         if self._parts:
             torch.cat(self._parts, out=row)
         return row

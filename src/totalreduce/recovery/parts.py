@@ -24,6 +24,7 @@ from totalreduce.pytorch.broadcast import room_of, slots_of
 from totalreduce.recovery.resharding import Box, Transfer, transfers
 from totalreduce.recovery.sharing import send_value
 from totalreduce.recovery.state import State
+from totalreduce.tensors.flats import fetch
 
 __all__ = ["PackedPart", "Part", "Piece", "load_parts", "load_rest", "part_of", "unpack_part"]
 
@@ -82,7 +83,6 @@ class PackedPart:
         self._document = document.encode()
         self.num_bytes = _begin(len(self._document)) + sum(map(room_of, self._tensors))  #: The length of the row.
 
-    @torch.no_grad()
     def copy_into(self, row: torch.Tensor) -> None:
         """Copy the part into a row of ``num_bytes`` bytes."""
         length = torch.tensor([len(self._document)], dtype=torch.int64, device="cpu")
@@ -91,7 +91,7 @@ class PackedPart:
         row[_LENGTH_BYTES:end] = torch.frombuffer(bytearray(self._document), dtype=torch.uint8)
         if self._tensors:
             slots = slots_of(row[_begin(len(self._document)) :], self._tensors)
-            torch._foreach_copy_(slots, [tensor.detach() for tensor in self._tensors])
+            fetch(slots, self._tensors)
 
 
 def unpack_part(row: torch.Tensor) -> Part:

@@ -41,6 +41,7 @@ from totalreduce.foundation.os_errors import describe_error
 from totalreduce.groups.encoding import decode, encode
 from totalreduce.groups.group import Group
 from totalreduce.recovery.snapshot_index import tensors_in
+from totalreduce.tensors.flats import fetch, host_like
 
 __all__ = ["Snapshots", "share_token", "whole_versions"]
 
@@ -469,12 +470,11 @@ def _handled(number: int) -> signal.Signals:
 def _copied(value: Any) -> dict[str, torch.Tensor]:
     """Return a nested value as tensors that nothing else changes. Raises ``ConfigurationError``."""
     document, tensors = encode(value)
-    copies = {f"tensor-{index}": _plain(tensor) for index, tensor in enumerate(tensors)}
-    return {**copies, "document": torch.frombuffer(bytearray(document.encode()), dtype=torch.uint8)}
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    plain = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors]
+    copies = [host_like(tensor) for tensor in plain]
+    fetch(copies, plain)
+    named = {f"tensor-{index}": copy for index, copy in enumerate(copies)}
+    return {**named, "document": torch.frombuffer(bytearray(document.encode()), dtype=torch.uint8)}
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -25,6 +25,7 @@ from totalreduce.pytorch.wrapper import OptimizerWrapper
 from totalreduce.recovery.places import Places
 from totalreduce.recovery.state import State
 from totalreduce.recovery.watch import Watch
+from totalreduce.tensors.flats import fetch, host_like
 from totalreduce.tensors.values import set_values
 
 __all__ = ["BlockWeights", "CommitWeights", "KeptWeights"]
@@ -169,15 +170,13 @@ def _parameter(name: str) -> str:
     return f"the parameter {name!r}"
 
 
-@torch.no_grad()
 def _copied(tensors: Sequence[torch.Tensor], memory: list[torch.Tensor] | None) -> list[torch.Tensor]:
     """Return copies in the memory of the host: in that of earlier copies, if these have the same shapes and types."""
     plain = [tensor.detach() for tensor in tensors]
     forms = [(tensor.shape, tensor.dtype) for tensor in plain]
     if memory is None or [(each.shape, each.dtype) for each in memory] != forms:
-        memory = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in forms]
-    if plain:
-        torch._foreach_copy_(memory, plain)
+        memory = [host_like(tensor) for tensor in plain]
+    fetch(memory, plain)
     return memory
 
 

@@ -17,9 +17,9 @@ import torch
 
 from totalreduce.kernels.arrays import Array
 from totalreduce.tensors.modes import unseen, writing
-from totalreduce.tensors.streams import SideStreams, record
+from totalreduce.tensors.streams import SideStreams, is_on_accelerator, record
 
-__all__ = ["FlatCopies", "FlatCopy", "pinned"]
+__all__ = ["FlatCopies", "FlatCopy", "fetch", "host_like", "pinned"]
 
 
 @final
@@ -167,6 +167,28 @@ def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
             stacklevel=2,
         )
         return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+@torch.no_grad()
+def fetch(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy tensors into host memory, and wait once for each accelerator on which some of them are.
+
+    Args:
+        targets: As many tensors in host memory; ``host_like`` makes one.
+        sources: On any devices.
+    """
+    plain = [source.detach() for source in sources]
+    if plain:
+        torch._foreach_copy_(list(targets), plain, non_blocking=True)
+    for device in {source.device for source in plain if is_on_accelerator(source)}:
+        record(torch.accelerator.current_stream(device), device).synchronize()
+
+
+def host_like(source: torch.Tensor) -> torch.Tensor:
+    """Return contiguous host memory for a copy of a tensor; pinned if the tensor is on an accelerator."""
+    if is_on_accelerator(source):
+        return pinned(source.shape, source.dtype)
+    return torch.empty(source.shape, dtype=source.dtype, device="cpu")
 
 
 def _array(host: torch.Tensor, dtype: np.dtype[Any]) -> Array:

@@ -18,6 +18,8 @@ sys.path.append(os.environ["HELPERS"])
 import fake_accelerator
 
 import totalreduce as tr
+from totalreduce.recovery import snapshots, weights
+from totalreduce.recovery.buffers import BufferRow, buffers_of
 
 CASES = {}
 SHAPES = [(7, 3), (5,), (3, 2, 2, 2), (1,)]
@@ -140,6 +142,34 @@ def values_of_a_parameter_server_are_on_the_device():
             assert torch.equal(out.cpu(), values)
             with pytest.raises(tr.ConfigurationError, match="share memory"):
                 client.push_pull(keys, out, out)
+
+
+@case
+def copies_of_states_wait_once():
+    def model_on(device):
+        norms = torch.nn.Sequential(*(torch.nn.BatchNorm1d(3) for _ in range(4)))
+        for index, tensor in enumerate((*norms.parameters(), *norms.buffers())):
+            tensor.data.copy_(10 * numbers(index, tensor.shape).abs())
+        return norms.to(device)
+
+    def copies_of(model):
+        yield lambda: [BufferRow(buffers_of(model)).copy()]
+        yield lambda: list(snapshots._copied(dict(model.state_dict())).values())
+        yield lambda: weights._copied(list(model.parameters()), None)
+
+    here, there = model_on("cpu"), model_on("fake:0")
+    for kind in fake_accelerator.KINDS:
+        for expected, found in zip(copies_of(here), copies_of(there), strict=True):
+            fake.lazy(kind)
+            for parameter in (*there.parameters(), *there.buffers()):
+                parameter.data.add_(0)  # a kernel that is late
+            unpinned = fake.count("unpinned")
+            fake.take_waits()
+            copies = found()
+            assert [wait for wait, _ in fake.take_waits()] == ["event"]
+            assert fake.count("unpinned") == unpinned
+            for one, other in zip(copies, expected(), strict=True):
+                assert torch.equal(one, other)
 
 
 def main():
