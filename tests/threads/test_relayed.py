@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from shared_hosts import hosts_of
 
 import totalreduce as tr
 from totalreduce.foundation.config import EngineConfig, TcpConfig
@@ -148,6 +149,49 @@ def test_no_bit_depends_on_the_relay(world_size: int, taken: list[str]) -> None:
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize(("world_size", "ranks_per_host"), [(4, 2), pytest.param(7, 3, marks=pytest.mark.slow)])
+def test_no_bit_depends_on_the_relay_between_hosts_of_several_ranks(
+    world_size: int, ranks_per_host: int, taken: list[str]
+) -> None:
+    """The relay has the ring between hosts; messages in shared memory are the engine's, also those of a rank outside.
+
+    Of seven ranks on hosts of three, one is alone on its host, so that two of each other host are in no ring.
+    """
+    hosts = [rank // ranks_per_host for rank in range(world_size)]
+
+    def body(group: Group) -> list[torch.Tensor]:
+        results = []
+        for iteration in range(5):
+            if iteration == 3:
+                come_near(group)
+            for name, dtype, op, _ in REDUCTIONS:
+                tensor = values_of(group.rank, 20_011, dtype)
+                group.allreduce(tensor, name=name, op=op, schedule="hierarchical").wait()
+                results.append(tensor)
+            others = [(torch.full((20_011 + size,), group.rank + size), size) for size in range(4)]
+            works = [group.allreduce(tensor, name=f"{size}", schedule="hierarchical") for tensor, size in others]
+            for work in works:
+                work.wait()
+            results += [tensor for tensor, _ in others]
+        return results
+
+    results = [
+        run_ranks(
+            world_size,
+            body,
+            transport=lambda size, config=config: hosts_of(ranks_per_host, size, config),
+            engine=SHORT,
+            hosts=hosts,
+        )
+        for config in (PATIENT, ALONE)
+    ]
+    kept_apart = (torch.bfloat16, torch.float16)  # their sums are not in the tensor: these go by messages
+    assert {name for name, dtype, *_ in REDUCTIONS if dtype not in kept_apart} <= set(taken)
+    for ours, theirs in zip(*results, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize(
     ("world_size", "seed", "near"),
     [(2, 1, False), (3, 2, True), (4, 3, False), (5, 5, True), pytest.param(7, 4, True, marks=pytest.mark.slow)],
@@ -243,6 +287,31 @@ def test_a_rank_that_leaves_fails_what_the_relay_has(taken: list[str]) -> None:
     assert second is not None
     assert first[1]
     assert second[1]
+
+
+def test_a_rank_that_leaves_fails_what_the_relay_has_between_hosts_of_several_ranks(taken: list[str]) -> None:
+    """Rank 3 leaves when the relay of rank 0 has the operation: its ring is with rank 2, and rank 1 is near."""
+    submitted = threading.Barrier(4)
+
+    def body(group: Group) -> tuple[str, bool, int] | None:
+        tensor = torch.ones(100_003)
+        for _ in range(2):
+            group.allreduce(tensor, name="known", schedule="hierarchical").wait()
+        submitted.wait(20)
+        if group.rank == 3:
+            until(lambda: "late" in taken)
+            group.close()
+            return None
+        work = group.allreduce(tensor, name="late", schedule="hierarchical")
+        with pytest.raises(tr.PeerLost, match="rank 3") as caught:
+            work.wait()
+        before = tensor.clone()
+        with pytest.raises(tr.PeerLost):
+            group.allreduce(torch.ones(100_003), name="known").wait()
+        return str(caught.value), torch.equal(tensor, before), group._runner.engine.reception.num_bodies
+
+    results = run_ranks(4, body, transport=lambda size: hosts_of(2, size, PATIENT), engine=SHORT, hosts=[0, 0, 1, 1])
+    assert [result and result[1:] for result in results] == [(True, 0)] * 3 + [None]
 
 
 @pytest.mark.parametrize("kind", ["allreduce", "alltoall"])

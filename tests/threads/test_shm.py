@@ -2,10 +2,10 @@
 
 import secrets
 import threading
-from collections.abc import Sequence
 
 import pytest
 import torch
+from shared_hosts import hosts_of, two_per_host
 
 from totalreduce.foundation.config import EngineConfig, TcpConfig
 from totalreduce.foundation.errors import GroupClosed, PeerLost
@@ -14,10 +14,9 @@ from totalreduce.pytorch.broadcast import broadcast_parameters
 from totalreduce.pytorch.optimizer import DistributedOptimizer
 from totalreduce.testing import check_transport, run_ranks
 from totalreduce.testing.ranks import make_groups
-from totalreduce.transports import shm, shm_memory, tcp
+from totalreduce.transports import shm, shm_memory
 from totalreduce.transports.base import Transport
 from totalreduce.transports.handshake import JobIdentity
-from totalreduce.transports.routed import RoutedTransport
 
 
 def tight(world_size: int) -> list[Transport]:
@@ -29,26 +28,6 @@ def tight(world_size: int) -> list[Transport]:
         shm.ShmTransport(rank, names, door, identity, TcpConfig(), max_body_bytes=4096, pool_bytes=4 * 4096)
         for rank, (door, _) in enumerate(doors)
     ]
-
-
-def hosts_of(ranks_per_host: int, world_size: int) -> list[Transport]:
-    """Shared memory between neighbours, TCP between hosts."""
-    identity = JobIdentity(secrets.token_bytes(32), "test", 0)
-    doors = [shm.listen() for _ in range(world_size)]
-    listeners = [tcp.listen("127.0.0.1") for _ in range(world_size)]
-    addresses = [listener.getsockname()[:2] for listener in listeners]
-    transports: list[Transport] = []
-    for rank in range(world_size):
-        host = rank // ranks_per_host
-        names = [name if peer // ranks_per_host == host else None for peer, (_, name) in enumerate(doors)]
-        local = shm.ShmTransport(rank, names, doors[rank][0], identity, TcpConfig())
-        remote = tcp.TcpTransport(rank, addresses, listeners[rank], identity, TcpConfig())
-        transports.append(RoutedTransport(local, remote))
-    return transports
-
-
-def two_per_host(world_size: int) -> Sequence[Transport]:
-    return hosts_of(2, world_size)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])  # all sizes: `make soak`, test_conformance.py

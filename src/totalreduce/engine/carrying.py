@@ -190,7 +190,7 @@ class Carrying:
             )
         if header.body_bytes:
             return None
-        carriage.receive(peer, header.lane, header.step)
+        carriage.receive(peer, header.lane, header.step, None)
         return self._reception.empty(peer, header)
 
     def end(self, operation: Operation, *, well: bool) -> None:

@@ -448,7 +448,9 @@ class Engine:
             arrival.release()
             return
         if operation.carriage is not None:
-            operation.carriage.receive(peer, header.lane, header.step)
+            if arrival.buffer is not None:
+                lane.arrivals[delivery.index] = arrival  # until the carrier has used the body
+            operation.carriage.receive(peer, header.lane, header.step, arrival.buffer)
             return
         self._arrived(operation, lane, delivery.index, arrival, peer, header, now)
 

@@ -136,11 +136,14 @@ class Carriage:
         """Let messages leave to a peer that has submitted the operation."""
 
     def accepts(self, peer: int, lane: int, step: int) -> bool:  # noqa: ARG002
-        """Return whether the engine may receive a message that has arrived: the next one of its lane."""
+        """Return whether the engine may receive a message that has arrived."""
         return False
 
-    def receive(self, peer: int, lane: int, step: int) -> None:
-        """Note that the engine has received a message that was accepted."""
+    def receive(self, peer: int, lane: int, step: int, body: memoryview | None) -> None:
+        """Note that the engine has received a message that was accepted.
+
+        ``body``: its bytes, which stay there until they were used; ``None``: they are in the result.
+        """
 
 
 @dataclass(slots=True, eq=False)
@@ -330,8 +333,8 @@ class Operation:
         A message that the transport has taken is missing only if the peer is ``unreachable`` and it was not sent.
         """
         if self.carriage is not None:
-            half_way_out = any(message.taken and not message.sent for message in self.queued.get(peer, ()))
-            return half_way_out or self.carriage.needs(peer)
+            leaving = any(not message.sent for message in self.queued.get(peer, ()))
+            return leaving or self.carriage.needs(peer)
         if self.held.get(peer):
             return True
         if any(not (message.sent if unreachable else message.taken) for message in self.queued.get(peer, ())):

@@ -20,13 +20,14 @@ from totalreduce.engine.counters import Counters
 from totalreduce.engine.entries import Entries
 from totalreduce.engine.floating import floating_cost
 from totalreduce.engine.operation import Carriage, Operation
-from totalreduce.engine.outbox import Outbox
+from totalreduce.engine.outbox import Outbox, QueuedMessage
 from totalreduce.engine.planner import Planner
 from totalreduce.engine.reception import Reception
 from totalreduce.engine.relay_plan import RelayPlan, Standing, plan_of
 from totalreduce.engine.table import OperationTable
 from totalreduce.foundation.config import EngineConfig
 from totalreduce.foundation.header import Frame
+from totalreduce.schedules.actions import Send
 
 __all__ = ["Order", "Relay", "RelayTask", "RelayedTraffic", "Relaying"]
 
@@ -166,7 +167,8 @@ class Relaying(Carrier):
         # The relay sends nothing to a peer before the peer has said that it has submitted the operation, which it does
         # only if it expects more than the eager allowance. The engine sends that allowance at once, and so is faster
         # where a round trip is long beside the transfer.
-        bytes_sent, links = operation.layout.bytes_to.values(), self._planner.selector.links
+        links, bytes_to = self._planner.selector.links, operation.layout.bytes_to
+        bytes_sent = [count for peer, count in bytes_to.items() if peer in plan.targets]
         if waits and bytes_sent:
             round_trip_bytes = 2 * links.latency_s * links.bytes_per_s
             is_near = _ROUND_TRIPS_MIN * round_trip_bytes <= sum(bytes_sent)
@@ -234,7 +236,7 @@ class Relaying(Carrier):
         for number in plan.needed_sums(standing) if operation.accumulators else ():
             found = plan.sums[number]
             sums.append((number, operation.accumulators[found.place][found.start : found.stop]))
-        held_back = operation.layout.bytes_to.keys() - operation.posted_by
+        held_back = (operation.layout.bytes_to.keys() & plan.targets) - operation.posted_by
         task = RelayTask(plan, key, order, operation.buffers, standing, sums, held_back, operation)
         carriage = self.relay.take(task)
         for lane in operation.lanes:  # the relay has copied the bodies that wait there for their turn
@@ -275,6 +277,22 @@ class Relaying(Carrier):
         if traffic.eager_in:
             overhead = traffic.eager_in * floating_cost(0)
             self._reception.floating.allowance.owe(peer, traffic.eager_bytes_in + overhead)
+
+    def moved(self, operation: Operation, used: Sequence[tuple[int, int]], reached: Sequence[tuple[int, int]]) -> None:
+        """Release bodies that the relay has used, and send messages that a lane has come to.
+
+        Both are given by the lane, and the index of the action in the program.
+        """
+        for lane, index in used:
+            arrival = operation.lanes[lane].arrivals.pop(index, None)
+            if arrival is not None:
+                arrival.release()
+        for lane, index in () if operation.finished else reached:
+            action, region = operation.program.actions[index], operation.lanes[lane].regions[index]
+            assert isinstance(action, Send)
+            assert region is not None
+            operation.unsent += 1
+            self._outbox.push(QueuedMessage(operation, lane, action, region))
 
     def arriving(self) -> set[int]:
         """Return the peers of which a message is arriving through the relay."""

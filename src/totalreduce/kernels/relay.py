@@ -102,6 +102,8 @@ class _Head(Structure):
     polled: int = 1
     vectors: int = 4
     message: int = 7
+    #: Whether the interpreter has given bodies to tracks, which go on with them.
+    given: int = 1
     #: The address of memory for ``SUMS_MAX`` float32: sums of half types that are rounded at once.
     wide_sums: int = 1
     #: How many events are for the interpreter, and these: each has two words, the descriptor and the events.
@@ -115,6 +117,8 @@ class _Head(Structure):
 FOR_INTERPRETER, REFUSED, ENDED, FAILED, RIVALS_TURN = 1, 2, 4, 8, 16
 #: The function has moved messages for so long without a pause that the interpreter must have its turn.
 TIME_IS_UP = 32
+#: A track has come to a message that the interpreter sends (``BY_ENGINE``).
+REACHED = 64
 
 
 class _Line(Structure):
@@ -222,10 +226,11 @@ class _Operation(Structure):
     #: The address of the addresses of its buffers, and that of the words of its peers (``PEER``).
     buffers: int = 1
     peers: int = 1
-    #: The address of the slots, and the length of one. An unfinished sum that is not kept in the tensor has a slot from
-    #: when its first message begins to arrive until the row that needs it last (``GIVES_BACK``). A body that comes
-    #: before its turn has a slot until then.
+    #: The address of the slots, the length of all of them, and that of one. An unfinished sum that is not kept in the
+    #: tensor has a slot from when its first message begins to arrive until the row that needs it last (``GIVES_BACK``).
+    #: A body that comes before its turn has a slot until then.
     memory: int = 1
+    memory_bytes: int = 1
     slot_bytes: int = 1
     #: The address of an array of the slot of each sum (-1: none), and of a stack of the free slots; how many of these
     #: there are, and how many there were at least.
@@ -240,7 +245,7 @@ class _Operation(Structure):
 
 class _Peer(Structure):
     #: The connection that its messages come by, and the one for messages to it; -1: there is none, or nothing may leave
-    #: to the peer yet.
+    #: to the peer yet; ``BY_ENGINE``: the interpreter exchanges the messages with it.
     comes_by: int = 1
     leaves_by: int = 1
 
@@ -263,6 +268,7 @@ class _Row(Structure):
 
 
 OF_SUMS: Final = -1
+BY_ENGINE: Final = -2
 #: What a row does. ``NOTHING``: the track has no part in this action.
 SEND, REPLACE, COMBINE, COMBINE_LAST, NOTHING = 0, 1, 2, 3, 4
 #: How it does that. Of a half type: the elements of the message, those with which they are combined, and the results

@@ -358,7 +358,47 @@ def _add_early(block: Words, track: Any, body: Any) -> None:
         count = row[ROW.length_bytes] // _width(block, operation, row, w.WIDE_BODY)
         _combine(block, operation, row, into, _address(block, track, row[ROW.buffer], row[ROW.start]), body, count)
     place = body - block[operation + OPERATION.memory]
-    _free_slot(block, operation, place // block[operation + OPERATION.slot_bytes])
+    if 0 <= place < block[operation + OPERATION.memory_bytes]:  # otherwise the interpreter has given it
+        _free_slot(block, operation, place // block[operation + OPERATION.slot_bytes])
+
+
+@compiled
+def _go_on(block: Words, track: Any) -> None:
+    """Carry out the next rows of a track with states, as far as their messages have come."""
+    states, before = int64_at(block[track + TRACK.states]), block[track + TRACK.receives]
+    while block[track + TRACK.receives] < block[track + TRACK.length]:
+        index = block[track + TRACK.receives]
+        if states[index] in (w.OPEN, w.ARRIVING):
+            break
+        if states[index] != w.CARRIED_OUT:
+            _add_early(block, track, states[index])
+            store_shared(states, index, w.CARRIED_OUT)
+        _end_row(block, track)
+    if block[track + TRACK.receives] != before:
+        _note_reached(block, track)
+        _note_end(block, track)
+
+
+@compiled
+def _note_reached(block: Words, track: Any) -> None:
+    """Return to the interpreter if the next message that leaves is one of its own."""
+    index = block[track + TRACK.sends]
+    if block[track + TRACK.states] != 0 and index < block[track + TRACK.receives]:
+        peers = int64_at(block[_operation(block, track) + OPERATION.peers])
+        if load_shared(peers, _peer(_row(block, track, index)) + PEER.leaves_by) == w.BY_ENGINE:
+            block[HEAD.status] |= w.REACHED
+
+
+@compiled
+def _use_given(block: Words) -> None:
+    """Go on with the bodies that the interpreter has given to tracks."""
+    block[HEAD.given] = 0
+    for number in range(block[HEAD.num_tracks]):
+        track = _track(number)
+        if block[track + TRACK.operation] < 0 or block[track + TRACK.states] == 0:
+            continue
+        if load_shared(block, _operation(block, track) + OPERATION.has_failed) == 0:
+            _go_on(block, track)
 
 
 @compiled
@@ -372,18 +412,11 @@ def _end_body(block: Words, at: Any) -> None:
     track = _track(number)
     if block[track + TRACK.states] == 0:
         _end_row(block, track)
+        _note_end(block, track)
     else:
         states, early = int64_at(block[track + TRACK.states]), block[at + LINE.in_early]
         store_shared(states, block[at + LINE.in_row], early if early != 0 else int64(w.CARRIED_OUT))
-        while block[track + TRACK.receives] < block[track + TRACK.length]:
-            index = block[track + TRACK.receives]
-            if states[index] in (w.OPEN, w.ARRIVING):
-                break
-            if states[index] != w.CARRIED_OUT:
-                _add_early(block, track, states[index])
-                store_shared(states, index, w.CARRIED_OUT)
-            _end_row(block, track)
-    _note_end(block, track)
+        _go_on(block, track)
 
 
 @compiled
@@ -626,6 +659,7 @@ def _end_send(block: Words, track: Any) -> None:
     index = block[track + TRACK.sends]
     _give_sum_back(block, _operation(block, track), _row(block, track, index))
     store_shared(block, track + TRACK.sends, _next_send(block, track, index + 1))
+    _note_reached(block, track)
     _note_end(block, track)
 
 
@@ -700,6 +734,8 @@ def _pump(address: Any, timeout_ns: Any) -> Any:
     block[HEAD.num_events_left] = 0
     begin = _now(block)
     until, since_events = begin + timeout_ns, int64(0)
+    if block[HEAD.given] != 0:
+        _use_given(block)
     while True:
         moved = int64(0)
         for number in range(block[HEAD.num_lines]):

@@ -70,6 +70,12 @@ class RelayUser(Protocol):
     def relayed(self, peer: int, traffic: RelayedTraffic) -> None:
         """Count what the relay has exchanged with a peer."""
 
+    def relay_moved(self, task: RelayTask, used: Sequence[tuple[int, int]], reached: Sequence[tuple[int, int]]) -> None:
+        """Release bodies that were given to an operation, and send messages that are the engine's.
+
+        Both are given by their lanes and rows, which are those of the operation.
+        """
+
     def relay_ended(self, task: RelayTask) -> None:
         """Note that all messages of an operation have come and left."""
 
@@ -112,15 +118,20 @@ class RelayedOperation(Carriage):
         self._words, self._failed = words, failed
         self._at = w.OPERATIONS_AT + number * OPERATION.num_words
         buffers = [0 if view is None or not len(view) else address_of(view) for view in task.buffers]
-        self._buffers = array("q", buffers)
-        self._peers = array("q", [-1]) * (len(task.plan.peers) * PEER.num_words)
-        words[self._at + OPERATION.buffers] = self._buffers.buffer_info()[0]
-        words[self._at + OPERATION.peers] = self._peers.buffer_info()[0]
+        #: The words of the peers, and behind them the addresses of the buffers.
+        self._peers = array("q", [*[-1] * (len(task.plan.peers) * PEER.num_words), *buffers])
+        words[self._at + OPERATION.memory_bytes] = 0
+        #: By track and row: the bodies that the engine has received, until they were used.
+        self._given: dict[tuple[int, int], memoryview] = {}
+        words[self._at + OPERATION.peers] = address = self._peers.buffer_info()[0]
+        words[self._at + OPERATION.buffers] = address + 8 * len(task.plan.peers) * PEER.num_words
         for lines, word in ((routes[0], PEER.comes_by), (routes[1], PEER.leaves_by)):
             for line in lines:
                 peer = line.connection.peer
                 if word == PEER.comes_by or peer not in self._held_back:
                     self._peers[task.plan.peers.index(peer) * PEER.num_words + word] = line.number
+        for peer in task.plan.near:
+            self._peers[task.plan.peers.index(peer) * PEER.num_words + PEER.leaves_by] = w.BY_ENGINE
         #: By track, if the rows have states: these.
         self._states: list[array[int]] = []
         if task.plan.has_states:
@@ -146,11 +157,12 @@ class RelayedOperation(Carriage):
     def keep_in(self, memory: Array) -> None:
         """Use the slots of this memory; copy the sums and the bodies into it that the engine has handed over."""
         words, at, plan, task = self._words, self._at, self.task.plan, self.task
-        count, length = plan.num_slots, plan.slot_bytes
+        count, length = plan.slots
         self.memory = memory
         self._slots = slots = np.full((2, count), -1)  # row 0: the slot of each sum; row 1: a stack of the free slots
         slots[1] = np.arange(count - 1, -1, -1)  # slot 0 lies on top
-        words[at + OPERATION.memory], words[at + OPERATION.slot_bytes] = address_of(memory.data), length
+        words[at + OPERATION.memory], words[at + OPERATION.memory_bytes] = address_of(memory.data), len(memory)
+        words[at + OPERATION.slot_bytes] = length
         words[at + OPERATION.slots], words[at + OPERATION.free_slots] = (address_of(row.data) for row in slots)
         for slot, (number, view) in enumerate(task.sums):
             slots[0, number] = slot
@@ -164,8 +176,8 @@ class RelayedOperation(Carriage):
     @property
     def touched_bytes(self) -> int:
         """How long the part of the slots is that has been used."""
-        plan = self.task.plan
-        return (plan.num_slots - int(self._words[self._at + OPERATION.fewest_free])) * plan.slot_bytes
+        count, length = self.task.plan.slots
+        return (count - int(self._words[self._at + OPERATION.fewest_free])) * length
 
     def promote(self) -> None:
         """Send its messages before those of operations that are not promoted."""
@@ -185,24 +197,69 @@ class RelayedOperation(Carriage):
             self._failed.append(self)
 
     def accepts(self, peer: int, lane: int, step: int) -> bool:
-        """Return whether the engine may receive a message that its lane expects next: an empty one, or a block's."""
+        """Return whether the engine may receive a message.
+
+        It may receive any message of a peer that is near, and the next one of its lane, if it is empty or of a block.
+        """
         return self._expecting(peer, lane, step) is not None
 
-    def receive(self, peer: int, lane: int, step: int) -> None:
+    def receive(self, peer: int, lane: int, step: int, body: memoryview | None) -> None:
         """Note that the engine has received a message that was expected."""
-        words, number = self._words, self._expecting(peer, lane, step)
-        assert number is not None
+        words, expecting = self._words, self._expecting(peer, lane, step)
+        assert expecting is not None
+        number, index = expecting
+        if self._states:
+            self._states[number][index] = address_of(body) if body else w.CARRIED_OUT
+            if body:
+                self._given[expecting] = body
+            words[HEAD.given] = 1
+            return
         rows, at = self.task.plan.rows[number], w.TRACKS_AT + self.tracks[number] * TRACK.num_words
-        words[at + TRACK.receives] = w.next_row(rows, words[at + TRACK.length], words[at + TRACK.receives] + 1, False)
+        words[at + TRACK.receives] = w.next_row(rows, words[at + TRACK.length], index + 1, False)
+        self._note_end(at)
+
+    def pop_moved(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Return the lanes and rows of given bodies that were used, and of messages that the engine sends now."""
+        if not self.task.plan.near or self.is_removed:
+            return [], []
+        words, plan = self._words, self.task.plan
+        used = [place for place in self._given if self._states[place[0]][place[1]] == w.CARRIED_OUT]
+        for place in used:
+            del self._given[place]
+        reached = []
+        for number, rows in enumerate(plan.rows):
+            at = w.TRACKS_AT + self.tracks[number] * TRACK.num_words
+            index, receives, length = words[at + TRACK.sends], words[at + TRACK.receives], words[at + TRACK.length]
+            begin = index
+            while index < receives and plan.peers[rows[index * ROW.num_words + ROW.peer]] in plan.near:
+                reached.append((number, index))
+                index = w.next_row(rows, length, index + 1, True)
+                while index < length and self._states[number][index] == w.CARRIED_OUT:
+                    index = w.next_row(rows, length, index + 1, True)
+            if index != begin:
+                words[at + TRACK.sends] = index
+                self._note_end(at)
+        return used, reached
+
+    def _note_end(self, at: int) -> None:
+        """Count a track whose rows have all been carried out as ended. ``at``: where its words begin."""
+        words = self._words
         if words[at + TRACK.receives] == words[at + TRACK.sends] == words[at + TRACK.length]:
             words[self._at + OPERATION.tracks_left] -= 1
 
-    def _expecting(self, peer: int, lane: int, step: int) -> int | None:
-        """Return which track expects a message next that the engine may receive; ``None``: no track does.
+    def _expecting(self, peer: int, lane: int, step: int) -> tuple[int, int] | None:
+        """Return the track and the row that expect a message that the engine may receive; ``None``: none.
 
         ``lane``: the lane of the operation. It is the number of the track; if the track is a block, that of the row.
         """
         plan = self.task.plan
+        if peer in plan.near:
+            rows = plan.rows[lane] if lane < len(plan.rows) else ()
+            for index in range(len(rows) // ROW.num_words):
+                action, _, its_step, number = rows[index * ROW.num_words : index * ROW.num_words + 4]
+                if action not in (w.SEND, w.NOTHING) and (plan.peers[number], its_step) == (peer, step):
+                    return (lane, index) if self._states[lane][index] == w.OPEN else None
+            return None
         for number, rows in enumerate(plan.rows):
             at = w.TRACKS_AT + self.tracks[number] * TRACK.num_words
             index = self._words[at + TRACK.receives]
@@ -212,7 +269,7 @@ class RelayedOperation(Carriage):
             row = rows[index * ROW.num_words : (index + 1) * ROW.num_words]
             source = plan.peers[row[ROW.peer]]
             if (source, row[ROW.step]) == (peer, step) and (plan.is_of_blocks or not row[ROW.length_bytes]):
-                return number
+                return number, index
         return None
 
     def positions(self) -> list[tuple[int, int]]:
@@ -603,8 +660,8 @@ class Relay:
         words[at + OPERATION.ahead] = plan.ahead
         routes = comes_by, leaves_by
         operation = self._operations[number] = RelayedOperation(words, self._failed, task, number, tracks, routes)
-        if plan.num_slots:
-            num_bytes = plan.num_slots * plan.slot_bytes
+        num_bytes = plan.slots[0] * plan.slots[1]
+        if num_bytes:
             memory = self._memories.pop(num_bytes, None)
             operation.keep_in(np.empty(num_bytes, np.uint8) if memory is None else memory)
         words[at + OPERATION.tracks_left] = self._write_tracks(operation)
@@ -702,6 +759,10 @@ class Relay:
         """
         refused = []
         self._sweep()
+        for operation in tuple(self._operations.values()):
+            used, reached = operation.pop_moved()
+            if used or reached:
+                self._user.relay_moved(operation.task, used, reached)
         ended = [operation for operation in self._operations.values() if operation.has_ended]
         for operation in ended:  # first, because it decides who reads what comes next
             self._remove(operation)

@@ -306,6 +306,11 @@ class EngineEndpoint:
         with self.lock:
             self.engine.relaying.count(peer, traffic)
 
+    def relay_moved(self, task: RelayTask, used: Sequence[tuple[int, int]], reached: Sequence[tuple[int, int]]) -> None:
+        """Release bodies that the relay has used, and send messages that are the engine's."""
+        with self.lock:
+            self.engine.relaying.moved(task.owner, used, reached)
+
     def relay_ended(self, task: RelayTask) -> None:
         """Note that the relay has exchanged all messages of an operation."""
         with self.lock:

@@ -50,7 +50,7 @@ class User(Rank):
 
     def __init__(self, transport, *, is_fifo=False, starvation_limit=64):
         super().__init__(transport)
-        self.waiting, self.relay_has, self.ended, self.traffic = deque(), {}, [], []
+        self.waiting, self.relay_has, self.ended, self.traffic, self.moved = deque(), {}, [], [], []
         prologue = Header(Frame.DATA, 0).pack()[:8]
         settings = RelaySettings(prologue, BULK_BYTES, is_fifo, starvation_limit)
         self.relay = transport.use_relay(lambda port: Relay(port, settings, self))
@@ -71,6 +71,9 @@ class User(Rank):
 
     def relayed(self, peer, traffic):
         self.traffic.append(traffic)
+
+    def relay_moved(self, task, used, reached):
+        self.moved.append((task.owner, used, reached))
 
     def relay_ended(self, task):
         self.ended.append(task.owner)
@@ -129,6 +132,7 @@ def task(
     lane_rows = [array("q", [word for each in rows for word in each]) for _ in range(lanes)]
     plan = RelayPlan(
         peers=(1,),
+        near=frozenset(),
         sources=frozenset({1} if False in sends else ()),
         targets=frozenset({1} if True in sends else ()),
         rows=lane_rows,
@@ -141,8 +145,7 @@ def task(
         reduction=reduction,
         divisor=divisor,
         sums=(),
-        num_slots=slots[0],
-        slot_bytes=slots[1],
+        slots=slots,
     )
     receives, leaves = (sends.index(what) if what in sends else len(rows) for what in (False, True))
     positions = [(receives, leaves)] * lanes
@@ -228,7 +231,7 @@ def sums_task(number, buffer, *, lanes, handed=()):
     ]
     sums = [Sum((0, lane), 0, 1000, 0, 1) for lane in range(lanes)]
     track_words = words.tracks_of(rows, [SIGNATURE] * lanes, of_blocks=False)
-    plan = dataclasses.replace(made.plan, rows=rows, tracks=track_words, sums=sums, num_slots=lanes, slot_bytes=1024)
+    plan = dataclasses.replace(made.plan, rows=rows, tracks=track_words, sums=sums, slots=(lanes, 1024))
     positions = [(2, 1) if lane in dict(handed) else (0, 1) for lane in range(lanes)]
     standing = Standing(positions, [], [])
     return made._replace(plan=plan, standing=standing, sums=[(lane, memoryview(body)) for lane, body in handed])
@@ -314,7 +317,7 @@ def test_the_rank_itself_may_receive_the_next_message_of_a_block(pair):
     wrong = [(1, 1, 1), (1, 0, 0), (0, 0, 1), (1, 2, 1)]
     assert [relayed.accepts(*message) for message in wrong] == [False] * 4
     assert relayed.accepts(1, 0, 1)
-    relayed.receive(1, 0, 1)
+    relayed.receive(1, 0, 1, None)
     assert relayed.accepts(1, 1, 1)
     peer.post_bulk(Part(9, 1, theirs[1], lane=1))
     turn(pair, lambda: user.ended == [9])
@@ -498,6 +501,50 @@ def test_bodies_that_come_before_their_turn_are_added_in_the_order_of_the_rows(p
     np.testing.assert_array_equal(buffer, np.concatenate([total, bodies[4], bodies[1]]))
     assert arrived == [(9, 5, total.tobytes())]
     assert refused == [(9, 2, bodies[0].tobytes())], "a message that came before is not read a second time"
+
+
+def near_task(number, buffer):
+    """Return a task that adds what rank 2 sends, then what rank 1 sends, and sends the sum to both.
+
+    The engine exchanges the messages with rank 2.
+    """
+    rows = [
+        (words.COMBINE, 0, 0, 1, 1000, 0, 0, 0, 0),
+        (words.COMBINE_LAST, 0, 1, 0, 1000, 0, 0, 0, 0),
+        (words.SEND, 0, 2, 1, 1000, 0, 0, 0, 0),
+        (words.SEND, 0, 2, 0, 1000, 0, 0, 0, 0),
+    ]
+    made = task(number, rows, buffer, slots=(2, 1024), has_states=True)
+    return made._replace(plan=dataclasses.replace(made.plan, peers=(1, 2), near=frozenset({2})))
+
+
+@pytest.mark.parametrize("far_first", [False, True])
+def test_messages_with_ranks_of_the_same_host_are_the_engines(pair, far_first):
+    """It gives the body to the relay, which says when it has used it, and when the message to the rank may leave."""
+    user, peer = pair
+    arrived = accept_all(peer)
+    mine, near, far = ((np.arange(250) + 1e6 * number).astype(np.float32) / 3 for number in range(3))
+    buffer = mine.copy()
+    user.waiting.append(near_task(9, buffer))
+    turn(pair, lambda: user.relay_has)
+    relayed = user.relay_has[9]
+    if far_first:
+        peer.post_bulk(Part(9, 1, far))
+        turn(pair, lambda: relayed.num_received() == 1)
+    assert [relayed.accepts(*message) for message in [(2, 0, 1), (2, 1, 0), (1, 0, 0)]] == [False] * 3
+    assert relayed.accepts(2, 0, 0)
+    relayed.receive(2, 0, 0, memoryview(near).cast("B"))
+    assert not relayed.accepts(2, 0, 0), "it has come"
+    settle(pair)
+    if not far_first:
+        assert user.moved == [(9, [(0, 0)], [])]
+        assert relayed.needs(1)
+        peer.post_bulk(Part(9, 1, far))
+    turn(pair, lambda: user.ended == [9] and len(arrived) == 1)
+    np.testing.assert_array_equal(buffer, (mine + near) + far)
+    assert arrived == [(9, 2, buffer.tobytes())]
+    assert [place for _, used, _ in user.moved for place in used] == [(0, 0)]
+    assert [place for _, _, reached in user.moved for place in reached] == [(0, 2)]
 
 
 def test_a_body_that_waits_for_its_turn_is_forgotten_when_the_operation_fails(pair):
@@ -1042,9 +1089,9 @@ def test_sums_of_half_types_that_are_there_are_handed_over():
     signature = Signature(OpKind.ALLREDUCE, DType.BFLOAT16, ReduceOp.SUM, 0, (600,), algorithm="ring")
     operation = engine.submit(Submission("name", signature, [memoryview(bytearray(1200))]), 0.0)
     plan = plan_of(operation.layout, frozenset({1, 2}), engine.config, 1e9)
-    assert plan.num_slots == len(plan.sums) == operation.layout.num_lanes
+    assert plan.slots[0] == len(plan.sums) == operation.layout.num_lanes
     assert {(each.first, each.last) for each in plan.sums} == {(1, 2)}
-    positions = [(5, 4)] * plan.num_slots
+    positions = [(5, 4)] * plan.slots[0]
     positions[0], positions[1] = (3, 2), (1, 2)
     assert plan.needed_sums(Standing(positions, [], [])) == [0]
 
