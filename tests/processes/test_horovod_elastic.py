@@ -3,6 +3,7 @@
 import collections
 import json
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -72,6 +73,17 @@ def test_replaced_ranks_change_no_bit(tmp_path: Path) -> None:
     assert [call["step"] for call in calls(disturbed, 0)] == [0, 4, 8]
     assert [call["step"] for call in calls(disturbed, 0, 1)] == [14]
     assert [call["step"] for call in calls(disturbed, 1, 1)] == [4, 8, 14]
+
+
+def test_models_on_an_accelerator_have_the_bits_of_the_cpu_after_a_loss(tmp_path: Path) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("there is no g++ on the path, which compiles the fake accelerator")
+    arguments = ("--samples", "64", "--epochs", "1", "--commit-every", "2")
+    plain = run(tmp_path / "plain", 2, *arguments)
+    disturbed = run(tmp_path / "on", 2, *arguments, "--device", "fake", "--die", "1:2:updated", on_loss="replace")
+    assert plain.result.exit_code == disturbed.result.exit_code == 0, disturbed.result.errors
+    assert len(disturbed.epochs()) == 2
+    assert list(map(without_resets, disturbed.finals)) == list(map(without_resets, plain.finals))
 
 
 def test_all_begin_with_the_latest_commit_when_rank_0_is_new(tmp_path: Path) -> None:

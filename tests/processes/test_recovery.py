@@ -65,6 +65,27 @@ def test_replaced_ranks_change_no_bit(tmp_path: Path, kind: str) -> None:
     assert were_spares == [False] * 3 + [bool(spares)] * 3
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(["--norm", "--own-buffers", "--average"], marks=pytest.mark.slow),
+        pytest.param(["--sync", "oktopk", "--optimizer", "momentum"], marks=pytest.mark.slow),
+        ["--sync", "diloco, progress"],
+        pytest.param(["--sync", "gossip, overlap"], marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_models_on_an_accelerator_have_the_bits_of_the_cpu_after_a_loss(tmp_path: Path, kind: list[str]) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("there is no g++ on the path, which compiles the fake accelerator")
+    arguments = ["--samples", "64", "--epochs", "1", *kind]
+    plain = Run(tmp_path / "plain", 2, *arguments, on_loss="replace")
+    disturbed = Run(tmp_path / "on", 2, *arguments, "--device", "fake", "--die", "1:2:backward", on_loss="replace")
+    assert plain.result.exit_code == disturbed.result.exit_code == 0, disturbed.result.errors
+    assert [final["epochs_of_job"] for final in disturbed.finals] == [2, 2]
+    assert list(map(without_epochs, disturbed.finals)) == list(map(without_epochs, plain.finals))
+
+
 def test_the_loss_of_the_store_changes_no_bit(tmp_path: Path) -> None:
     """The process that serves it is killed at once, after the first epoch was decided, and when a rank has died."""
     plain = Run(tmp_path / "plain", 3, on_loss="replace")

@@ -48,7 +48,8 @@ class Checkpoint:
 
     Values are equal on all ranks when the program calls ``job.checkpoint()``, but for those in ``local``. A set has no
     order that is equal in all processes: keep a sorted list. Tensors and arrays are contiguous: a new process gets them
-    so, and for other strides some functions of torch and NumPy add in another order. All values that are equal on all
+    so, and for other strides some functions of torch and NumPy add in another order. A new process gets a tensor on the
+    device of the tensor that it has built in the same place. All values that are equal on all
     ranks take 1 GiB at most, and so do the local ones.
     """
 
@@ -119,11 +120,11 @@ class Checkpoint:
 
     def load(self, saved: Saved) -> None:
         """Set the values to those that ``save`` has returned, in this or in another process."""
-        for name in self._shared:
-            setattr(self, name, unpack(saved.shared[name]))
+        found = {name: unpack(saved.shared[name]) for name in self._shared}
         if saved.own is not None:
-            for name, value in unpack(saved.own).items():
-                setattr(self, name, value)
+            found |= unpack(saved.own)
+        for name, value in found.items():
+            setattr(self, name, _on_devices_of(getattr(self, name, None), value))
 
     @staticmethod
     def _pack(name: str, value: Any) -> torch.Tensor:
@@ -139,6 +140,20 @@ class Checkpoint:
                 "tensor.contiguous(), numpy.ascontiguousarray(array)"
             )
         return packed
+
+
+def _on_devices_of(present: Any, value: Any) -> Any:
+    """Return a nested value with its tensors on the devices of those that a present value has in their places."""
+    if isinstance(value, torch.Tensor):
+        return value.to(present.device) if isinstance(present, torch.Tensor) else value
+    if type(value) is dict and isinstance(present, Mapping):
+        return {key: _on_devices_of(present.get(key), each) for key, each in value.items()}
+    if type(value) in (list, tuple) and isinstance(present, list | tuple) and present:
+        # A list grows in training: what it has more is where its last tensor is.
+        return type(value)(
+            _on_devices_of(present[min(index, len(present) - 1)], each) for index, each in enumerate(value)
+        )
+    return value
 
 
 def _strides_in(value: Any) -> tuple[int, ...] | None:

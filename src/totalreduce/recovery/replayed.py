@@ -40,6 +40,7 @@ from totalreduce.recovery.membership import Decision, number_in, reading
 from totalreduce.recovery.replay import Call, Entry, Parcel, ReplayLog, Standing, Versions, plan_parcels
 from totalreduce.recovery.replicas import Replicas
 from totalreduce.tensors.dtypes import dtype_of
+from totalreduce.tensors.flats import fetch, host_like
 from totalreduce.tensors.modes import write
 
 __all__ = ["ReplayedJob", "replayed"]
@@ -207,7 +208,7 @@ class ReplayedJob:
         """Reduce a tensor over all ranks, in place, with the same bits on all ranks.
 
         Args:
-            tensor: A tensor on the CPU, of any shape and of a dtype that can be reduced (docs/collectives.md).
+            tensor: A tensor of any device and shape, and of a dtype that can be reduced (docs/collectives.md).
             op: The reduction.
             name: A name that is compared, too.
             prepare: Is called before the tensor is read, and not when the result is replayed. So it may compute the
@@ -249,7 +250,10 @@ class ReplayedJob:
         return tensor
 
     def allgather(self, tensor: torch.Tensor, *, name: str = "") -> torch.Tensor:
-        """Return the tensors of all ranks, of equal shapes, in a new first dimension. Raises as for ``allreduce``."""
+        """Return the tensors of all ranks, of equal shapes, in a new first dimension, on the device of this one's.
+
+        Raises as for ``allreduce``.
+        """
         call = _describe(OpKind.ALLGATHER, tensor, name)
 
         def run(group: Group) -> torch.Tensor:
@@ -257,7 +261,7 @@ class ReplayedJob:
             group.control.allgather(result, _copy(tensor), name="replay/allgather").wait()
             return result
 
-        return self._call(call, run).clone()
+        return self._call(call, run).to(tensor.device, copy=True)
 
     def checkpoint(self) -> int:
         """Save the state; return the new version. The results since the last checkpoint are dropped.
@@ -467,8 +471,10 @@ def _describe(kind: OpKind, tensor: torch.Tensor, name: str, *, op: ReduceOp = R
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy without a history of gradients."""
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
+    """Return a contiguous copy in host memory, without a history of gradients."""
+    copy = host_like(tensor)
+    fetch([copy], [tensor])
+    return copy
 
 
 def _pack_entries(entries: dict[int, Entry[torch.Tensor]]) -> torch.Tensor:

@@ -172,6 +172,25 @@ def copies_of_states_wait_once():
                 assert torch.equal(one, other)
 
 
+@case
+def calls_that_are_replayed_have_the_bits_of_host_tensors():
+    def called(device):
+        state = tr.Checkpoint(model=torch.zeros(5, device=device), pair=[{"a": torch.ones(1, device=device)}, 2])
+        with tr.replayed(state, group) as job:
+            mine = late(numbers(rank, (3, 5)), device) if device != "cpu" else numbers(rank, (3, 5))
+            found = [job.allgather(mine), job.broadcast(mine.clone(), root=1), job.allreduce(mine)]
+            state.model = state.model + found[-1][0]
+            assert job.checkpoint() == 1
+        return [*found, state.model, state.pair[0]["a"]]
+
+    expected = called("cpu")
+    for kind in fake_accelerator.KINDS:
+        fake.lazy(kind)
+        for one, other in zip(expected, called("fake:0"), strict=True):
+            assert other.device.type == "fake"
+            assert torch.equal(one, other.cpu())
+
+
 def main():
     for line in sys.stdin:
         fake.delays(0.005, 0.001, seed=rank)

@@ -6,9 +6,11 @@ the commit before; ``calls-SEAT-INCARNATION.jsonl`` with one line for each call 
 
 import argparse
 import hashlib
+import importlib
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -35,7 +37,11 @@ def main() -> None:
     parser.add_argument("--no-sampler", action="store_true", help="the batches depend on the step, and epochs have ten")
     parser.add_argument("--fail", action="store_true", help="rank 1 raises a ValueError in step 3")
     parser.add_argument("--absent", action="store_true", help="processes that are started again do not come")
+    parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
+    if arguments.device != "cpu":
+        sys.path.append(str(Path(__file__).parents[2] / "helpers"))
+        importlib.import_module("fake_accelerator").load()
 
     if arguments.absent and os.environ.get("TOTALREDUCE_INCARNATION", "0") != "0":
         time.sleep(60)
@@ -49,8 +55,8 @@ def main() -> None:
     inputs = torch.randn(arguments.samples, 16, generator=torch.Generator().manual_seed(1))
     dataset = [(index, row, row.sum()) for index, row in enumerate(inputs)]
     torch.manual_seed(7 + seat)  # the first sync makes the parameters equal
-    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)).to(arguments.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.9)
     sampler = hvd.elastic.ElasticSampler(dataset, seed=3, batch_size=arguments.batch if arguments.know_batch else None)
@@ -99,7 +105,9 @@ def main() -> None:
             die_at("forward")
             if arguments.fail and (seat, incarnation, state.step) == (1, 0, 3):
                 raise ValueError("a mistake of the program")
-            loss = torch.nn.functional.mse_loss(model(rows).squeeze(1), targets)
+            loss = torch.nn.functional.mse_loss(
+                model(rows.to(arguments.device)).squeeze(1), targets.to(arguments.device)
+            )
             loss.backward()
             die_at("backward")
             optimizer.step()
@@ -132,7 +140,9 @@ def main() -> None:
     state.register_reset_callbacks([lambda: resets.append(hvd.size())])
     returned = train(state)
     sizes = hvd.allgather_object(hvd.size())
-    text = json.dumps([hashlib.sha256(each.detach().numpy().tobytes()).hexdigest() for each in model.parameters()])
+    text = json.dumps(
+        [hashlib.sha256(each.detach().cpu().numpy().tobytes()).hexdigest() for each in model.parameters()]
+    )
     moments = [entry["exp_avg"].double().sum().item() for entry in optimizer.state_dict()["state"].values()]
     final = {"digest": text, "moments": moments, "step": state.step, "returned": returned, "totals": state.totals}
     final |= {"lr": scheduler.get_last_lr(), "sizes": sizes, "resets": resets}

@@ -7,9 +7,11 @@ Files: ``final-RANK.json`` (digest of parameters and optimizer state, steps, epo
 
 import argparse
 import hashlib
+import importlib
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -72,7 +74,11 @@ def main() -> None:
     parser.add_argument("--sizes", default="", help="EPOCH:RANKS[,...]: wait for so many ranks before this epoch")
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--snapshots", type=Path)
+    parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
+    if arguments.device != "cpu":
+        sys.path.append(str(Path(__file__).parents[2] / "helpers"))
+        importlib.import_module("fake_accelerator").load()
     group = tr.init()
     seat, incarnation = int(os.environ["RANK"]), int(os.environ.get("TOTALREDUCE_INCARNATION", "0"))
     place = [int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")]
@@ -103,12 +109,12 @@ def main() -> None:
     layers = [torch.nn.Linear(16, hidden), torch.nn.ReLU(), torch.nn.Dropout(0.2), torch.nn.Linear(hidden, 4)]
     if arguments.norm:
         layers.insert(1, torch.nn.BatchNorm1d(hidden))
-    model = torch.nn.Sequential(*layers).to(getattr(torch, arguments.dtype))
+    model = torch.nn.Sequential(*layers).to(arguments.device, getattr(torch, arguments.dtype))
     if arguments.average:
-        model.register_buffer("average", torch.zeros(hidden, 16))
+        model.register_buffer("average", torch.zeros(hidden, 16, device=arguments.device))
     kinds = {
-        "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=1e-2),
-        "momentum": lambda: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9),
+        "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False),
+        "momentum": lambda: torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, foreach=False),
         "sgd": lambda: torch.optim.SGD(model.parameters(), lr=1e-1),
     }
     inner = kinds[arguments.optimizer]()
@@ -136,7 +142,9 @@ def main() -> None:
                 version, samples = state.version, indices.tolist()
                 with job.step():
                     die_at("forward")
-                    loss = torch.nn.functional.cross_entropy(model(inputs.to(model[0].weight.dtype)).float(), targets)
+                    loss = torch.nn.functional.cross_entropy(
+                        model(inputs.to(model[0].weight)).float(), targets.to(arguments.device)
+                    )
                     loss.backward()
                     time.sleep(arguments.pause)
                     die_at("backward")
@@ -156,7 +164,9 @@ def main() -> None:
                     group.allreduce(total).wait()
                     state.losses = [*state.losses, total.item()]
     digest = hashlib.sha256(json.dumps(state.digests(), sort_keys=True).encode()).hexdigest()
-    residuals = {name: hashlib.sha256(each.numpy().tobytes()).hexdigest() for name, each in optimizer.residuals.items()}
+    residuals = {
+        name: hashlib.sha256(each.cpu().numpy().tobytes()).hexdigest() for name, each in optimizer.residuals.items()
+    }
     result = {
         "digest": digest,
         "buffers": {name: each.tolist() for name, each in model.named_buffers()},
