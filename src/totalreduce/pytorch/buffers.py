@@ -20,7 +20,8 @@ from totalreduce.groups.group import Group
 from totalreduce.pytorch.broadcast import problem_of_tensor, room_of, slots_of
 from totalreduce.pytorch.round import GradientReducer
 from totalreduce.tensors.compilation import never_compiled
-from totalreduce.tensors.work import Work
+from totalreduce.tensors.streams import is_on_accelerator
+from totalreduce.tensors.work import Work, host_copy_of
 
 __all__ = ["BufferMode", "BufferReducer"]
 
@@ -63,10 +64,11 @@ class _SmallBuffers:
 
     def __init__(self, places: Sequence[_Place]) -> None:
         self._places, likes = places, [place.like for place in places]
-        self.row = torch.zeros(sum(map(room_of, likes)) + len(likes), dtype=torch.uint8, device="cpu")
+        num_bytes = sum(map(room_of, likes)) + len(likes)
+        self.row = torch.zeros(num_bytes, dtype=torch.uint8, device=_device_of(places))
         self._slots = slots_of(self.row, likes)
-        #: Of each buffer: whether it has the planned shape.
-        self._valid = self.row[len(self.row) - len(likes) :]
+        #: Of each buffer: whether it has the planned shape. The second is that of the root, after ``read``.
+        self._valid, self._has_shape = self.row[num_bytes - len(likes) :], [0] * len(likes)
 
     def __bool__(self) -> bool:
         return bool(self._places)
@@ -74,15 +76,21 @@ class _SmallBuffers:
     def write(self) -> None:
         """Write the buffers of this rank into the message."""
         present = [place.present() for place in self._places]
-        self._valid.copy_(torch.tensor([tensor is not None for tensor in present], dtype=torch.uint8, device="cpu"))
+        self._valid.fill_(1)
+        for flag in (self._valid[number] for number, each in enumerate(present) if each is None):
+            flag.zero_()
         slots = [slot for slot, each in zip(self._slots, present, strict=True) if each is not None]
         if slots:
             torch._foreach_copy_(slots, [each.detach() for each in present if each is not None])
 
+    def read(self, work: Work) -> None:
+        """Take the flags, from host memory: no stream has to end for them."""
+        self._has_shape = _host_part(work, self._valid).tolist()
+
     def install(self) -> None:
         """Set the buffers to those of the message."""
-        for place, slot, valid in zip(self._places, self._slots, self._valid.tolist(), strict=True):
-            _set(place, slot if valid else None)
+        for place, slot, has_shape in zip(self._places, self._slots, self._has_shape, strict=True):
+            _set(place, slot if has_shape else None)
 
 
 @final
@@ -99,26 +107,31 @@ class _AveragedBuffers:
         wide = any(place.like.dtype == torch.float64 for place in places)
         sizes = [place.like.numel() for place in places]
         dtype = torch.float64 if wide else torch.float32
-        self.sums = torch.zeros(sum(sizes) + len(sizes) + 1, dtype=dtype, device="cpu")
+        self.sums = torch.zeros(sum(sizes) + len(sizes) + 1, dtype=dtype, device=_device_of(places))
         *self._terms, self._counts = self.sums.split_with_sizes([*sizes, len(sizes) + 1])
+        self._counted = [0.0] * (len(sizes) + 1)  #: The counts of all ranks, after ``read``.
 
     def __bool__(self) -> bool:
         return bool(self._places)
 
     def write(self, *, joined: bool) -> None:
         """Write the terms of this rank; ``joined``: it has no data."""
-        for number, (place, term) in enumerate(zip(self._places, self._terms, strict=True)):
+        self._counts.fill_(float(not joined))
+        for place, term, count in zip(self._places, self._terms, self._counts, strict=False):
             tensor = None if joined else place.present()
-            self._counts[number] = tensor is not None
             if tensor is None:
                 term.zero_()
+                count.zero_()
             else:
                 term.view(place.like.shape).copy_(tensor.detach())
-        self._counts[-1] = not joined
+
+    def read(self, work: Work) -> None:
+        """Take the counts, from host memory: no stream has to end for them."""
+        self._counted = _host_part(work, self._counts).tolist()
 
     def install(self) -> None:
         """Set the buffers to the averages."""
-        *counts, num_ranks = self._counts.tolist()
+        *counts, num_ranks = self._counted
         for place, term, count in zip(self._places, self._terms, counts, strict=False):
             _set(place, term.view(place.like.shape) / count if count == num_ranks else None)
 
@@ -154,7 +167,7 @@ class BufferReducer(GradientReducer):
         self._large = [place for place, averaged, small in kinds if not small and not averaged]
         #: Of each large buffer: whether it has changed on a rank, and whether it has another shape there.
         self._flags = torch.zeros(2, len(self._large), dtype=torch.uint8, device="cpu")
-        self._works: list[Work] = []
+        self._works: list[tuple[Work, Callable[[Work], None] | None]] = []  #: And who reads the result's host memory.
         self._sent: list[tuple[_Place, torch.Tensor, Work]] | None = None  #: Large buffers that have changed.
         self._closed = self._joined = False
         self._root_now = 0
@@ -177,24 +190,29 @@ class BufferReducer(GradientReducer):
         if self._small:
             if self._group.rank == self._root_now:
                 self._small.write()
-            self._works.append(
-                self._group.broadcast(self._small.row, root=self._root_now, name=f"{self._name}/row", async_op=True)
-            )
+            row = self._group.broadcast(self._small.row, root=self._root_now, name=f"{self._name}/row", async_op=True)
+            self._works.append((row, self._small.read))
         if self._large:
             for number, place in enumerate(self._large):
                 tensor = place.present()
                 self._flags[0, number] = tensor is not None and tensor._version != place.version
                 self._flags[1, number] = tensor is None
-            self._works.append(self._group.allreduce(self._flags, name=f"{self._name}/changed", op=ReduceOp.MAX))
+            self._works.append(
+                (self._group.allreduce(self._flags, name=f"{self._name}/changed", op=ReduceOp.MAX), None)
+            )
         if self._averaged:
             self._averaged.write(joined=self._joined)
-            self._works.append(self._group.allreduce(self._averaged.sums, name=f"{self._name}/sums"))
+            sums = self._group.allreduce(self._averaged.sums, name=f"{self._name}/sums")
+            self._works.append((sums, self._averaged.read))
 
     def finish(self, active: int) -> int:
         """Wait for the buffers, and send large ones that have changed. May be called again after it raised."""
-        for work in self._works:
+        for work, _ in self._works:
             work.wait()
         if self._sent is None:
+            for work, read in self._works:
+                if read is not None:
+                    read(work)
             self._sent = [self._send(place) for place in self._changed()]
         for _, _, work in self._sent:
             work.wait()
@@ -236,12 +254,27 @@ class BufferReducer(GradientReducer):
 
     def _send(self, place: _Place) -> tuple[_Place, torch.Tensor, Work]:
         tensor = place.present()
-        values = torch.empty(place.like.shape, dtype=place.like.dtype, device="cpu")
+        device = "cpu" if tensor is None else tensor.device
+        values = torch.empty(place.like.shape, dtype=place.like.dtype, device=device)
         if tensor is not None and self._group.rank == self._root_now:
             values.copy_(tensor.detach())
         name = f"{self._name}/{place.name}"
         flat = values.view(-1).view(torch.uint8)
         return place, values, self._group.broadcast(flat, root=self._root_now, name=name, async_op=True)
+
+
+def _device_of(places: Sequence[_Place]) -> torch.device:
+    """Return the accelerator on which all of the buffers are, so that to write them waits for no kernel, or the CPU."""
+    devices = {
+        tensor.device for place in places if (tensor := place.present()) is not None and is_on_accelerator(tensor)
+    }
+    return devices.pop() if len(devices) == 1 else torch.device("cpu")
+
+
+def _host_part(work: Work, end: torch.Tensor) -> torch.Tensor:
+    """Return the end of the tensor of an operation in host memory, after ``Work.wait``."""
+    copy = host_copy_of(work)
+    return end.cpu() if copy is None else copy[len(copy) - len(end) :]
 
 
 def _set(place: _Place, values: torch.Tensor | None) -> None:

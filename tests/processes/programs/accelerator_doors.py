@@ -230,6 +230,33 @@ def states_of_rank_0():
 
 
 @case("group")
+def values_on_servers():
+    def run(device):
+        keys = torch.arange(0, 300, 3)
+        found = {}
+        for rule in (tr.ps.Momentum(0.1), tr.ps.Adam()):
+            connected = tr.ps.connect(group, num_keys=300, width=3, optimizer=rule, consistency=tr.ps.Sequential())
+            with connected as client:
+                pulled = torch.zeros(100, 3, device=device)
+                for step in range(2):
+                    client.push(keys, values(step, 100, 3, device=device))
+                    client.clock()
+                    client.pull(keys, pulled).wait()
+                found[repr(rule)] = pulled
+                group.barrier()
+        with tr.ps.connect(group, num_keys=100, consistency=tr.ps.Sequential(), codec=tr.Int8()) as client:
+            pulled = torch.zeros(100, device=device)
+            client.push_range(0, 100, values(5, 100, device=device))
+            client.clock()
+            client.pull_range(0, 100, pulled).wait()
+            found["range"] = pulled
+            group.barrier()
+        return found
+
+    same_bits(run)
+
+
+@case("group")
 def scaled_losses():
     """An overflow on the last rank lets all ranks skip the step."""
 
@@ -249,6 +276,33 @@ def scaled_losses():
         return {name: value for name, value in state_of(model).items() if "running" not in name}
 
     same_bits(run)
+
+
+def waits_of_the_program(step):
+    """What the host waits for in two steps, in other threads than the library's."""
+    fake.delays(0.001, 0.0005, seed=rank)
+    inputs = [values(number, 8, 6, device=torch.device("fake", rank % 2)) for number in range(5)]
+    for number in range(3):
+        step(inputs[number])
+    fake.take_waits()
+    for number in range(3, 5):
+        step(inputs[number])
+    return [wait for wait in fake.take_waits() if not wait[1].startswith("totalreduce")]
+
+
+@case("group")
+def no_thread_of_the_program_waits_for_the_device():
+    for settings in ({}, {"buffers": "average"}, {"compression": "bf16"}, {"overlap": "iterations"}):
+        model = make_model(torch.device("fake", rank % 2))
+        optimizer = tr.DistributedOptimizer(sgd(model), model, group=group, bucket_bytes=400, **settings)
+
+        def step(inputs, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+
+        assert waits_of_the_program(step) == [], settings
+        optimizer.close()
 
 
 # --------------------------------------------------------------------------------------------- torch.distributed
@@ -313,6 +367,22 @@ def distributed_data_parallel():
 
 
 @case("c10d")
+def no_thread_of_a_program_with_ddp_waits_for_the_device():
+    for hook in (None, tr.OkTopk(density=0.1)):
+        model = DistributedDataParallel(make_model(torch.device("fake", rank % 2)), bucket_cap_mb=0.001)
+        optimizer = sgd(model)
+        if hook is not None:
+            model.register_comm_hook(*tr.ddp_hook(hook, feedback=EVERYTHING))
+
+        def step(inputs, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+
+        assert waits_of_the_program(step) == [], hook
+
+
+@case("c10d")
 def hooks_of_distributed_data_parallel():
     made = (tr.OkTopk(density=0.1), tr.TopkA(density=0.1), tr.PowerSGD(rank=2), tr.Coded(codec=tr.Int8()))
     for sync, late in zip(made, LATES, strict=True):
@@ -342,6 +412,16 @@ def collectives_of_horovod():
         return found
 
     same_bits(run)
+
+
+@case("horovod")
+def no_thread_of_a_program_with_horovod_waits_for_the_device():
+    tensors = [values(number, 30, device=torch.device("fake", rank % 2)) for number in range(3)]
+    fake.take_waits()
+    hvd.allreduce(tensors[0], name="a")
+    hvd.synchronize(hvd.allreduce_async_(tensors[1], name="b"))
+    hvd.broadcast(tensors[2], root_rank=0, name="c")
+    assert [wait for wait in fake.take_waits() if not wait[1].startswith("totalreduce")] == []
 
 
 @case("horovod")
