@@ -82,7 +82,7 @@ def test_what_makes_no_sense_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("TOTALREDUCE_RANK", "0")
     monkeypatch.setenv("TOTALREDUCE_WORLD_SIZE", "2")
     monkeypatch.setenv("TOTALREDUCE_MASTER_ADDRESS", "127.0.0.1")
-    assert "job of several ranks already" in complaint("-n", "3")
+    assert "this job has several ranks already" in complaint("-n", "3")
 
 
 @pytest.mark.slow

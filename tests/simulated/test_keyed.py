@@ -165,11 +165,11 @@ def without_order(shard: Shard) -> None:
     """Requests are taken in whether the previous one has come or not."""
     take = shard.take
 
-    def unordered(worker, message):
+    def unordered(worker, message, now=0.0):
         stream = shard._streams[worker]
         if message.header.number > stream.last:
             stream.last = message.header.previous
-        return take(worker, message)
+        return take(worker, message, now)
 
     shard.take = unordered
 

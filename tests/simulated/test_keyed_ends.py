@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from totalreduce.foundation.errors import TotalReduceError
-from totalreduce.server import connection as connection_module
+from totalreduce.server import driver as driver_module
 from totalreduce.server.clocks import Bounded, Consistency, Eventual, Sequential
 from totalreduce.server.connecting import _Parts
 from totalreduce.server.connection import Connection
@@ -118,10 +118,10 @@ class World:
             if link:
                 turns.append(lambda source=source, target=target: self._arrive(source, target))
         for rank, connection in enumerate(self.ranks):
-            if connection._state == "ended":
+            if connection._driver.state == "ended":
                 if rank not in self.closed:
                     turns.append(lambda rank=rank: self._close(rank))
-            elif not connection._events.empty():
+            elif not connection._driver._events.empty():
                 turns.append(lambda connection=connection: self._step(connection))
             if rank in self.programs:
                 turns.append(lambda rank=rank: self._call(rank))
@@ -135,8 +135,8 @@ class World:
             del self.programs[rank]
 
     def _arrive(self, source: int, target: int) -> None:
-        message, messenger = self.links[source, target].popleft(), self.ranks[target]._messenger
-        if self.ranks[target]._state == "ended":
+        message, messenger = self.links[source, target].popleft(), self.ranks[target]._driver.messenger
+        if self.ranks[target]._driver.state == "ended":
             return  # its channel is closed
         if message is None:
             messenger.depart(source, "it was asked to", 0.0)
@@ -145,8 +145,8 @@ class World:
 
     @staticmethod
     def _step(connection: Connection) -> None:
-        connection._next_event(0.0)()
-        connection._end_if_all_is_done()
+        connection._driver._next_event(0.0)()
+        connection._driver._end_if_all_is_done()
 
     def _close(self, rank: int) -> None:
         self.closed.add(rank)
@@ -158,16 +158,16 @@ class World:
         """Return the error of each rank; ``None`` if it has ended without one."""
         while turns := self.turns():
             self.random.choice(turns)()
-        assert {each._state for each in self.ranks} == {"ended"}
+        assert {each._driver.state for each in self.ranks} == {"ended"}
         for each in self.ranks:
-            each._leave()
-        return [None if each._error is None else str(each._error) for each in self.ranks]
+            each._driver._leave()
+        return [None if each._driver.error is None else str(each._driver.error) for each in self.ranks]
 
 
 @pytest.fixture(autouse=True)
 def without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     names = SimpleNamespace(Thread=Thread, Condition=threading.Condition, current_thread=threading.current_thread)
-    monkeypatch.setattr(connection_module, "threading", names)
+    monkeypatch.setattr(driver_module, "threading", names)
 
 
 @pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 200), marks=pytest.mark.slow)], ids=len)

@@ -128,7 +128,7 @@ def test_a_handler_closes_the_group_and_raises_at_any_moment_of_a_call(transport
         groups[0].close()
 
 
-@pytest.mark.parametrize("function", ["submit", "add", "start", "push", "complete_ended", "look_again"])
+@pytest.mark.parametrize("function", ["submit", "add", "carry_by_messages", "push", "complete_ended", "look_again"])
 def test_an_exception_in_a_submission_ends_the_group(function):
     """Ctrl-C may come between two changes of the engine: nothing goes on from there, and no other rank waits."""
     groups = connected_pair("tcp")
@@ -137,7 +137,7 @@ def test_an_exception_in_a_submission_ends_the_group(function):
     functions = {
         "submit": engine.submit,
         "add": engine.table.add,
-        "start": engine.start,
+        "carry_by_messages": engine.carry_by_messages,
         "push": engine.outbox.push,
         "complete_ended": runner._endpoint.complete_ended,
         "look_again": runner._look_again,

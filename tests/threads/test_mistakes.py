@@ -109,7 +109,7 @@ MISTAKES = [
     ("`root=2` of two ranks", lambda its: its.group.broadcast(its.tensor, root=2), "root 2 is no rank of a group of 2"),
     ("a sparse tensor", lambda its: its.group.allreduce(its.tensor.to_sparse()),
      "tensor 'unnamed' has layout torch.sparse_coo; use .to_dense()"),
-    ("a tensor on another device", lambda its: its.group.allreduce(its.tensor.to("meta")),
+    ("a tensor without values", lambda its: its.group.allreduce(its.tensor.to("meta")),
      "tensor 'unnamed' is on meta and has no values; use .to_empty(device='cpu') first"),
     ("`tensor.expand(4, 2)`", lambda its: its.group.allreduce(its.tensor.expand(4, 2)),
      "tensor 'unnamed' is expanded: several elements share memory. Use .contiguous()"),

@@ -16,7 +16,7 @@ import totalreduce as tr
 from totalreduce.foundation.config import OWN_SETTINGS, OWN_TCP_SETTINGS, EngineConfig, TcpConfig, Tls
 from totalreduce.foundation.environment import OWN_VARIABLES, Settings
 from totalreduce.foundation.errors import ConfigurationError
-from totalreduce.launch.bootstrap import _Wanted
+from totalreduce.launch.bootstrap import _Arguments, _Wanted
 from totalreduce.launch.rendezvous import compare_settings
 from totalreduce.testing import run_ranks
 
@@ -76,7 +76,7 @@ OWN_ARGUMENTS = {"timeout_s", "timeline", "compute", "name", "store"}
 
 
 def wire(settings=None, **arguments):
-    return _Wanted.of(settings or Settings(), **arguments).wire()
+    return _Wanted.of(settings or Settings(), _Arguments(**arguments)).wire()
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,9 @@ class ScheduleSpec:
         if workload.widening == 1:
             return workload.num_bytes
         plain = self.cost(dataclasses.replace(workload, widening=1))
-        return workload.num_bytes if plain is None else workload.num_bytes * cost.bytes_sent / plain.bytes_sent
+        if plain is None or not plain.bytes_sent:  # of a tensor without elements
+            return workload.num_bytes
+        return workload.num_bytes * cost.bytes_sent / plain.bytes_sent
 
 
 @functools.lru_cache(maxsize=1024)

@@ -306,8 +306,8 @@ def test_other_hosts_run_the_python_of_this_one_by_the_users_name(linked, monkey
 
 
 def test_the_command_names_the_python_of_other_hosts_in_the_same_way(linked, monkeypatch):
-    def note(*_, hosts, **__):
-        named.append(hosts.python)
+    def note(*_, where, **__):
+        named.append(where.python)
         raise ConfigurationError("nothing is started")
 
     named = []
