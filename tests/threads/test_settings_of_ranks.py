@@ -59,6 +59,7 @@ VARIABLES = {
     "min_ranks": 2,
     "begin_ranks": (0, 1),
     "servers": 1,
+    "inner": "gloo",
     "warnings": ("an unknown variable",),
 }
 #: Of every argument of ``init`` that is compared: another value than the default one.
@@ -70,6 +71,7 @@ ARGUMENTS = {
     "links": "measure",
     "collectives": "native",
     "coordination": "measure",
+    "inner": "nccl",
 }
 #: The others: groups of other names do not meet, and the store is where they meet.
 OWN_ARGUMENTS = {"timeout_s", "timeline", "compute", "name", "store"}

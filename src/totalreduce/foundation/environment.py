@@ -69,6 +69,7 @@ class Settings:
     live: Path | None = None  #: The folder into which ranks write their figures; ``None``: no figures are written.
     fast_lane: bool | None = None  #: Whether ranks of one host exchange tensors without messages.
     relay: bool | None = None  #: Whether a compiled function moves the messages of large operations over TCP.
+    inner: str | None = None  #: The library inside each host: ``nccl`` or ``gloo``; ``None``: the engine alone.
     process_reads: bool | None = None  #: Whether ranks of one host may read each other's process memory.
     tls: Tls | None = None  #: Certificate, key and authority of the TCP transport.
     on_loss: str | None = None  #: What happens when a rank is lost: ``replace`` or ``shrink``. ``None``: the job ends.
@@ -160,6 +161,7 @@ _SETTINGS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     LIVE: ("live", _live_folder),
     "TOTALREDUCE_FAST_LANE": ("fast_lane", _switch),
     "TOTALREDUCE_RELAY": ("relay", _switch),
+    "TOTALREDUCE_INNER": ("inner", _one_of("nccl", "gloo")),
     "TOTALREDUCE_PROCESS_READS": ("process_reads", _switch),
     "TOTALREDUCE_ON_LOSS": ("on_loss", _one_of("replace", "shrink")),
     "TOTALREDUCE_KEEPER": ("keeper", _address_and_port),

@@ -1,4 +1,4 @@
-"""The two ways in which a group carries its collectives out: by the engine, or by a native library."""
+"""How a group carries its collectives out: by the engine, or by a native library; ``mesh`` has both in one."""
 
 from __future__ import annotations
 
@@ -72,12 +72,9 @@ class Backend(Protocol):
         """End the back end; its operations in flight fail."""
 
 
-@final
 @never_compiled
 class EngineBackend:
     """``Backend`` by the engine, in any order and by the schedules of this package."""
-
-    coordinator = None
 
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
@@ -85,6 +82,10 @@ class EngineBackend:
         self._member = Member(operations.rank, operations.world_size, operations.staging)
         #: By name: the last allreduce, unless it has failed. An operation that has failed may still hold its memory.
         self._known: OrderedDict[str, PreparedOperation] = OrderedDict()
+
+    @property
+    def coordinator(self) -> Coordinator | None:
+        return None
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp, options: Options) -> Work:
         name = options.name

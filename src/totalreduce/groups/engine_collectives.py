@@ -44,7 +44,8 @@ class EngineCollectives:
         """Use the operations of a group of its own: they have no names, so ranks match them by their order."""
         self._operations = operations.apart()  # the coordinator has claimed the memory of the tensors
         self._backend = EngineBackend(self._operations)
-        self.world_size, self.device = operations.world_size, torch.device("cpu")
+        self.rank, self.ranks, self.world_size = operations.rank, operations.ranks, operations.world_size
+        self.device = torch.device("cpu")
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> NativeWork:
         return _EngineWork(self._backend.allreduce(tensor, op, _UNNAMED))

@@ -22,6 +22,7 @@ from totalreduce.groups.backends import NativeBackend
 from totalreduce.groups.collectives import Collectives
 from totalreduce.groups.ending import is_amid_call
 from totalreduce.groups.engine_collectives import EngineCollectives
+from totalreduce.groups.mesh import MeshBackend, MeshCollectives
 from totalreduce.groups.operations import Operations
 from totalreduce.groups.plan import Plan, TensorSpec
 from totalreduce.groups.statistics import Statistics, snapshot
@@ -137,7 +138,8 @@ class Group(Collectives):
             members = [self.ranks.index(rank) for rank in group.ranks]
             group.barrier()  # MPI moves nothing else while it makes a communicator, so all members come first
             natives = self.coordinator.natives.split(members, self.operations.patience(None))
-            group.use(natives, self.coordinator.config)
+            if not isinstance(natives, EngineCollectives):  # else ranks of a mesh that form none themselves
+                group.use(natives, self.coordinator.config)
         return group
 
     def workers(self, num_workers: int) -> Group:
@@ -214,11 +216,14 @@ class Group(Collectives):
     def use(self, natives: NativeCollectives, config: CoordinationConfig) -> Coordinator:
         """Have a native library carry out the collectives, in an order on which the ranks agree. Collective.
 
+        Of a mesh (``groups.mesh``), only allreduces of large tensors are ordered; the engine carries out the others.
+
         Raises:
             PlanMismatchError: The ranks' settings differ; on every rank.
         """
         coordinator = self.coordinate(natives, config)
-        self._backend = NativeBackend(coordinator, self.rank)
+        is_mesh = isinstance(natives, MeshCollectives)
+        self._backend = MeshBackend(self.operations, coordinator) if is_mesh else NativeBackend(coordinator, self.rank)
         return coordinator
 
     def coordinate(

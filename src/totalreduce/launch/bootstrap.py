@@ -27,6 +27,7 @@ from totalreduce.foundation.types import ReduceOp
 from totalreduce.groups import probe
 from totalreduce.groups.group import Group
 from totalreduce.groups.probe import LinkPolicy
+from totalreduce.launch.inner import Inner, check_inner, mesh_of
 from totalreduce.launch.rendezvous import StoreRank
 from totalreduce.launch.spares import await_seat
 from totalreduce.launch.transports import TRANSPORTS, JoinRequest, connect
@@ -73,6 +74,7 @@ def init(
     store: StoreRank | None = None,
     collectives: Collectives = "auto",
     coordination: CoordinationConfig | str | Path | None = None,
+    inner: Inner | None = None,
 ) -> Group:
     """Join the job this process was started for, and return its group when every rank has answered.
 
@@ -103,6 +105,10 @@ def init(
             ``"auto"``: native for ``"torch"`` (the program's back end: NCCL, gloo), else the engine.
         coordination: Settings of that agreement; ``"measure"``: measured now, printed, and kept; or a file that
             ``group.coordinator.store`` wrote. Equal on all ranks.
+        inner: The library of ``torch.distributed``, which must be initialised with any back end, for the exchange
+            inside each host in allreduces of large tensors: ``"nccl"`` for GPUs, ``"gloo"`` for CPUs. Between hosts
+            each rank then exchanges its part only (``docs/gpu.md``). Default ``TOTALREDUCE_INNER``; ``None``: the
+            engine does all. Equal on all ranks.
         store: An open store, and this process's rank among the processes that meet in it, instead of what
             ``torch.distributed`` or the environment say.
 
@@ -117,11 +123,18 @@ def init(
     """
     await_seat()
     settings = environment.read_settings()
-    wanted = _Wanted.of(settings, _Arguments(transport, timeout_s, engine, tcp, tls, links, collectives, coordination))
+    wanted = _Wanted.of(
+        settings, _Arguments(transport, timeout_s, engine, tcp, tls, links, collectives, coordination, inner)
+    )
     engine_config, wire = wanted.engine, wanted.wire()
     spec = TRANSPORTS[transport]
     rank, world_size = spec.rank_and_size(store)
     num_servers = 0 if store is not None else settings.servers
+    native = collectives == "native" or (collectives == "auto" and spec.prefers_library)
+    # torch.distributed makes no groups while it makes the one for which it has given the store.
+    library_inside = wanted.inner if store is None else None
+    if library_inside is not None:
+        check_inner(library_inside, rank, world_size, on_loss=settings.on_loss is not None, native=native)
     if num_servers:
         _check_servers(num_servers, world_size, name)
     _set_up_log(settings, rank, world_size)
@@ -180,17 +193,21 @@ def init(
         group.at_close(functools.partial(publisher.leave, group.operations.runner))
     _meet(group, engine_config.timeout_s, None if store is None else store.interruption)
     probe.apply(group, wanted.links)
-    if collectives == "native" or (collectives == "auto" and spec.prefers_library):
-        try:
+    try:
+        natives: NativeCollectives | None = None
+        if native:
             if spec.library is None:
                 raise ConfigurationError(
                     f"transport {transport!r} has no collectives of its own: use collectives='engine'"
                 )
             natives = spec.library(link, engine_config.timeout_s)
+        elif library_inside is not None:
+            natives = mesh_of(group, library_inside)
+        if natives is not None:
             group.use(natives, _coordination(group, natives, coordination))
-        except BaseException:
-            group.close(1.0)
-            raise
+    except BaseException:
+        group.close(1.0)
+        raise
     return _for_program(group, num_servers)
 
 
@@ -248,6 +265,7 @@ class _Arguments(NamedTuple):
     links: LinkPolicy | str | Path | None = None
     collectives: Collectives = "auto"
     coordination: CoordinationConfig | str | Path | None = None
+    inner: Inner | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -263,6 +281,7 @@ class _Wanted:
     links: LinkPolicy  #: What messages cost.
     collectives: Collectives
     coordination: CoordinationConfig | str | Path | None
+    inner: str | None  #: The library inside each host.
 
     @classmethod
     def of(cls, settings: Settings, given: _Arguments) -> _Wanted:
@@ -289,6 +308,7 @@ class _Wanted:
             links=probe.resolve(given.links, settings.links),
             collectives=given.collectives,
             coordination=given.coordination,
+            inner=given.inner or settings.inner,
         )
 
     def wire(self) -> dict[str, int | float | str]:
@@ -305,6 +325,7 @@ class _Wanted:
             "TLS": "on" if self.tls else "off",
             "engine": "given" if self.is_engine_given else "default",
             "collectives": self.collectives,
+            "inner": self.inner or "none",
             # Settings that are given are compared by ``Group.coordinate``.
             "coordination": "measured" if self.coordination == "measure" else "given",
             "links": probe.wire_setting(self.links),

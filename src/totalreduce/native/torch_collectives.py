@@ -19,7 +19,7 @@ from totalreduce.tensors.modes import write
 from totalreduce.tensors.streams import is_on_accelerator
 from totalreduce.transports.torch_group import ENDED, destroy, forming_a_group, reason
 
-__all__ = ["TorchCollectives", "everybody"]
+__all__ = ["TorchCollectives", "among", "everybody"]
 
 #: Seconds between two looks at a collective of a GPU: at first, and at most.
 _PAUSE_S, _PAUSE_MAX_S = 2e-5, 5e-4
@@ -159,13 +159,7 @@ class TorchCollectives:
 
     def split(self, ranks: Sequence[int], timeout_s: float) -> TorchCollectives:
         members = [dist.get_global_rank(self._group, rank) for rank in ranks]
-        all_ranks = len(members) == dist.get_world_size()
-        with forming_a_group():
-            # If the group has a part of the ranks, the others do not call this, and torch must not wait for them.
-            patience = timedelta(seconds=timeout_s)
-            group = dist.new_group(members, patience, use_local_synchronization=not all_ranks)
-        assert isinstance(group, dist.ProcessGroup)
-        return TorchCollectives(group, reusable_name=not all_ranks)
+        return among(members, timeout_s, dist.get_backend(self._group))
 
     def close(self) -> None:
         if not self._reusable_name:
@@ -180,6 +174,26 @@ class TorchCollectives:
             raise TotalReduceError(f"rank {self._rank}: torch's {what} failed: {reason(error)}") from error
         polled = any(isinstance(argument, torch.Tensor) and is_on_accelerator(argument) for argument in arguments)
         return _TorchWork(what, self._rank, work, finish, polled=polled)
+
+
+def among(members: Sequence[int], timeout_s: float, backend: str) -> TorchCollectives:
+    """Make a private group of some ranks of the default process group. Collective among them.
+
+    Args:
+        members: Their ranks there.
+        timeout_s: Seconds until all of them must have come.
+        backend: The name of its back end, for instance ``nccl``; the default process group may have another one.
+
+    Raises:
+        RendezvousError: Some rank did not come in time.
+    """
+    all_ranks = len(members) == dist.get_world_size()
+    with forming_a_group():
+        # If the group has a part of the ranks, the others do not call this, and torch must not wait for them.
+        patience = timedelta(seconds=timeout_s)
+        group = dist.new_group(list(members), patience, backend, use_local_synchronization=not all_ranks)
+    assert isinstance(group, dist.ProcessGroup)
+    return TorchCollectives(group, reusable_name=not all_ranks)
 
 
 def everybody(timeout_s: float) -> TorchCollectives:

@@ -12,6 +12,9 @@ import torch
 from fake_accelerator import asked
 
 import totalreduce as tr
+from totalreduce.coordination.config import CoordinationConfig
+from totalreduce.groups.engine_collectives import EngineCollectives
+from totalreduce.groups.mesh import MeshCollectives
 
 CASES = {}
 SIZES = (1, 1000, 200_000)
@@ -299,6 +302,42 @@ def pinned_memory_that_is_refused_is_a_warning():
     logging.getLogger("totalreduce").removeHandler(handler)
     assert torch.equal(x.cpu(), y)
     assert len([text for text in records if "refuses to pin" in text]) == 1
+
+
+class Inside:
+    """The engine in the role of a library that works on the device, which gloo cannot and NCCL does."""
+
+    def __init__(self, natives):
+        self.world_size, self.device = natives.world_size, torch.device("fake")
+        self.reduce_scatter, self.close, self._natives = natives.reduce_scatter, natives.close, natives
+
+    def allgather(self, output, tensor):
+        return self._natives.allgather(output, tensor.clone())  # NCCL takes a part of the output; the engine does not
+
+    def split(self, ranks, timeout_s):
+        return Inside(self._natives.split(ranks, timeout_s))
+
+
+@case
+def a_mesh_waits_for_kernels_and_copies():
+    """All ranks are on one host here. Each kind of job in turn is late, so that each wait that is missing shows."""
+    if size == 1:  # a host with one rank is no mesh
+        return
+    part = group.subgroup(range(size))
+    inside, whole = (EngineCollectives(part.control.subgroup(range(size)).operations) for _ in range(2))
+    part.use(MeshCollectives(whole, Inside(inside), [0] * size, 30.0), CoordinationConfig())
+    for late in ("kernels", "to_device", "to_host"):
+        fake.lazy(late)
+        for count, op in ((200_000 * size, tr.ReduceOp.SUM), (500_007, tr.ReduceOp.AVG)):
+            values = [numbers(of, count).round() for of in range(size)]
+            x = torch.zeros(count, device="fake:0")
+            x += on_device(values[rank], 0)  # a kernel that the mesh must wait for
+            work = part.allreduce(x, name=f"{late} {count}", op=op)
+            result = work.wait() * 1  # a kernel that must wait for the mesh
+            total = torch.stack(values).sum(0)
+            wanted = total if op is tr.ReduceOp.SUM else total / size
+            assert torch.allclose(result.cpu(), wanted), (late, count)
+    part.close()
 
 
 @case

@@ -124,6 +124,7 @@ def test_files_with_threads_are_known() -> None:
     assert of_the_library == {
         "runner/runner.py",
         "native/executor.py",
+        "groups/mesh.py",
         "c10d/callbacks.py",
         "horovod/joining.py",
         "pytorch/ddp_group.py",
@@ -228,7 +229,7 @@ LARGE = {
     "engine/layout.py OperationLayout": (12, 21, "what is computed once for every message"),
     "engine/operation.py Operation": (14, 24, "the record of an operation"),
     "fastlane/lane.py LaneCarriage": (14, 19, "the record of an operation"),
-    "foundation/environment.py Settings": (0, 21, "one attribute for each variable"),
+    "foundation/environment.py Settings": (0, 22, "one attribute for each variable"),
     "groups/group.py Group": (33, 13, "what users call"),
     "groups/statistics.py Statistics": (1, 21, "a table of figures"),
     "observe/figures.py RankFigures": (2, 25, "a table of figures"),
