@@ -164,9 +164,11 @@ def bytes_between_hosts():
         start()
         group.barrier()
         before = group.statistics()
+        group.barrier()  # only now may another rank send
         start()
         group.barrier()
         after = group.statistics()
+        group.barrier()
         share = 2 * (hosts - 1) / hosts * tensor.nbytes / PER_HOST
         for kind in ("bytes_sent", "bytes_received"):
             moved = getattr(after, kind) - getattr(before, kind)
