@@ -22,6 +22,8 @@ COMMANDS = [
     ("totalreduce run -n 2 trian.py", "no such file: trian.py (did you mean 'train.py'?)."),
     ("totalreduce run -n 2 folder", "folder is a folder without a __main__.py: name the script in it"),
     ("totalreduce run -n 2 job.sh", "job.sh is no Python script: start it with --no-python, as ./job.sh"),
+    ("totalreduce run -n 2 python train.py",
+     "python is no Python script: leave it out, train.py is started with the Python of totalreduce. To …"),
     ("totalreduce run -m train.py", "-m takes the name of a module, not of a file: totalreduce run train.py"),
     ("totalreduce run -n two train.py", "Invalid value for '-n' / '--num-workers': …"),
     ("totalreduce run -n 0 train.py", "Invalid value for '-n' / '--num-workers': …"),

@@ -148,6 +148,11 @@ def _command(script: str, arguments: list[str], *, module: bool, no_python: bool
         if path.suffix == ".py":
             raise ConfigurationError(f"-m takes the name of a module, not of a file: totalreduce run {script}")
         return [sys.executable, "-m", script, *arguments]
+    if re.fullmatch(r"python[\d.]*", path.name) and arguments:  # as one writes it for mpirun
+        raise ConfigurationError(
+            f"{script} is no Python script: leave it out, {arguments[0]} is started with the Python of totalreduce. To "
+            f"start another one, write --no-python {script}"
+        )
     if not path.exists():
         nearest = ""
         with contextlib.suppress(OSError):
