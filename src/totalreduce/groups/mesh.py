@@ -42,7 +42,7 @@ from totalreduce.native.failures import LOOK_S
 from totalreduce.native.planned import PlannedReductions
 from totalreduce.tensors.compilation import never_compiled
 from totalreduce.tensors.modes import writing
-from totalreduce.tensors.streams import SideStreams, is_on_accelerator, record
+from totalreduce.tensors.streams import SideStreams, current_stream, is_on_accelerator, record
 from totalreduce.tensors.work import Work
 
 __all__ = ["MeshBackend", "MeshCollectives", "ranks_per_host"]
@@ -93,7 +93,7 @@ class _Reduction:
         self.tensor, self.part, self.op, self.rest = tensor, part, op, rest
         self.ready: torch.Event | None = None
         if is_on_accelerator(tensor):
-            self.ready = record(torch.accelerator.current_stream(tensor.device), tensor.device)
+            self.ready = record(current_stream(tensor.device), tensor.device)
         self.between: NativeWork | None = None
         self._ended = threading.Event()
         self._arrived: torch.Event | None = None
@@ -113,7 +113,7 @@ class _Reduction:
         if self._error is not None:
             raise self._error.with_traceback(None)
         if self._arrived is not None:
-            torch.accelerator.current_stream(self.tensor.device).wait_event(self._arrived)
+            current_stream(self.tensor.device).wait_event(self._arrived)
         return True
 
 
@@ -250,7 +250,7 @@ class MeshCollectives:
 
     def _scatter(self, reduction: _Reduction) -> None:
         if reduction.ready is not None:
-            torch.accelerator.current_stream(reduction.tensor.device).wait_event(reduction.ready)
+            current_stream(reduction.tensor.device).wait_event(reduction.ready)
         op = ReduceOp.SUM if reduction.op is ReduceOp.AVG else reduction.op
         self._await(self._inner.reduce_scatter(reduction.part, reduction.tensor, op))
         reduction.between = self._between.allreduce(reduction.part, op)
