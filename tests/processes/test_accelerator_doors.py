@@ -13,7 +13,9 @@ PROGRAM = Path(__file__).parent / "programs" / "accelerator_doors.py"
 #: With three ranks the last bits of their sums differ between two runs on the CPU, too.
 PAIRS_ONLY = {"optimizer_of_horovod", "hooks_of_distributed_data_parallel"}
 CASES = [
-    (door, name, size) for door, name in names_of_cases(PROGRAM) for size in ((2,) if name in PAIRS_ONLY else (2, 3))
+    pytest.param(door, name, size, marks=[pytest.mark.slow] * (size > 2))  # three ranks are part of make soak
+    for door, name in names_of_cases(PROGRAM)
+    for size in ((2,) if name in PAIRS_ONLY else (2, 3))
 ]
 
 

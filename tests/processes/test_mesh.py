@@ -15,7 +15,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.fixture(scope="module", params=[(2, 2), (1, 3), (2, 3)], ids=lambda shape: f"{shape[0]}x{shape[1]}")
+SHAPES = [(2, 2), pytest.param((1, 3), marks=pytest.mark.slow), pytest.param((2, 3), marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=SHAPES, ids=["2x2", "1x3", "2x3"])
 def job(zygote, request):
     hosts, per_host = request.param
     workers = zygote.start(hosts * per_host, SOURCE, RANKS_PER_HOST=str(per_host), TOTALREDUCE_PEER_TIMEOUT_S="30")
@@ -66,7 +69,7 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("kind", ["negotiated", "planned"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_lost_rank_is_named_on_its_host_and_on_the_other(fleet, kind, number):
     workers = fleet.start(4, LOSS, KIND=kind, TOTALREDUCE_PEER_TIMEOUT_S="2")
     for worker in workers:

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.timeout(300)
 PROGRAM = Path(__file__).parent / "programs" / "staging_cases.py"
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
+@pytest.fixture(scope="module", params=[1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def job(zygote, request):
     return DeviceJob(zygote, PROGRAM, request.param)
 

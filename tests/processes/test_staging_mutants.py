@@ -8,6 +8,7 @@ from fake_accelerator.asked import DeviceJob
 PROGRAM = Path(__file__).parent / "programs" / "staging_mutants.py"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_each_wait_that_is_removed_gives_a_wrong_value(fleet):
     job = DeviceJob(fleet, PROGRAM, 1)
