@@ -63,6 +63,7 @@ class _Slot:
 
     memory: torch.Tensor
     owner: Hashable  #: The tensor of which operation it was made or taken for last.
+    device: torch.device  #: The device of that tensor.
     read: torch.Event | None = None  #: The end of the last copy out of it.
     taken: int = 0  #: The number of the take.
 
@@ -94,8 +95,8 @@ class _Slots:
             else:
                 self._give_up_idle()
         if slot is None:
-            slot = _Slot(self._make(size, device), owner)
-        slot.owner, slot.taken = owner, self._takes
+            slot = _Slot(self._make(size, device), owner, device)
+        slot.owner, slot.taken, slot.device = owner, self._takes, device
         return slot
 
     def give_back(self, slot: _Slot) -> None:
@@ -305,7 +306,8 @@ class StagedTensors:
         for device, spans in self._written.items():
             event = self._results[device] = self._staging.of(device).arrive(spans, self._slots)
             for slot in self._slots:
-                slot.read = event
+                if slot.device == device:
+                    slot.read = event
 
     def release(self) -> None:
         """Give the slots back. Nothing else writes them now."""

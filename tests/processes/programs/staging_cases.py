@@ -148,6 +148,23 @@ def tensors_of_several_devices_in_one_call():
 
 
 @case
+def memory_of_results_on_several_devices_is_read_before_it_is_written_again():
+    fake.delays(0.02, 0.0, seed=rank)
+    rounds = []
+    for step in range(20):
+        outputs = [torch.zeros(1000, device=f"fake:{other % 2}") for other in range(size)]
+        ended = threading.Event()  # no stream waits for the copies, as with ``wait``
+        work = group.allgather(outputs, numbers(10 * step + rank), name="two devices")
+        work.on_done(lambda _, ended=ended: ended.set())
+        assert ended.wait(20.0)
+        rounds.append((outputs, work))
+    for step, (outputs, work) in enumerate(rounds):
+        work.wait()
+        for other, output in enumerate(outputs):
+            assert torch.equal(output.cpu(), numbers(10 * step + other))
+
+
+@case
 def operations_without_names_keep_their_order():
     for step in range(5):
         device, host, last = on_device(numbers(step)), numbers(step + 1), on_device(numbers(step + 2))
